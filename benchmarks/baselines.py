@@ -1,0 +1,121 @@
+"""What seqsplit is compared with, on the decoder of ``models.py``.
+
+All of them compute the same loss. ``checkpointed_chunked`` is the usual way to train on long
+sequences today: per-layer checkpointing, fused causal attention, a loss that never holds all
+logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from .models import Decoder, shifted_loss
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def eager(model: Decoder) -> Loss:
+    """The model as it is: every activation is kept."""
+    return model
+
+
+def checkpointed(model: Decoder, early_stop: bool = True) -> Loss:
+    """Per-layer gradient checkpointing (non-reentrant), logits and loss whole.
+
+    Args:
+        early_stop: torch's default: a layer's recomputation ends with the last activation that
+            backward asks for, so the layer's final matmul is not run again. Off, all of the
+            layer's forward is.
+    """
+
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        return shifted_loss(model.head(_hidden(model, tokens, early_stop)), labels)
+
+    return loss
+
+
+def checkpointed_chunked(model: Decoder, loss_chunk: int = 512, early_stop: bool = True) -> Loss:
+    """Per-layer checkpointing as above, and the loss over ``loss_chunk`` positions at a time."""
+
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        # The last position has no target: ignoring it spares a copy of all hidden states.
+        targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        hidden = _hidden(model, tokens, early_stop)
+        return chunked_cross_entropy(hidden, model.head.weight, targets, loss_chunk)
+
+    return loss
+
+
+def _hidden(model: Decoder, tokens: Tensor, early_stop: bool) -> Tensor:
+    x, rotary = model.begin(tokens)
+    with set_checkpoint_early_stop(early_stop):
+        for layer in model.layers:
+            x = checkpoint(layer, x, rotary, use_reentrant=False)
+    return model.norm(x)
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, ignore_index: int = -100
+) -> Tensor:
+    """Mean cross entropy of ``hidden @ weight.T``, with the logits of one chunk alive at a time.
+
+    The loss is linear in its sum, so both gradients are taken while the logits of a chunk are at
+    hand and only scaled in backward: logits are computed once. The weight's gradient is summed in
+    float32.
+
+    Args:
+        hidden: ``[batch, T, d]``.
+        weight: ``[vocab, d]``.
+        targets: int64 ``[batch, T]``.
+        chunk: positions per chunk.
+        ignore_index: target that does not count.
+
+    Returns:
+        A scalar in float32 (float64 for float64 input).
+    """
+    return _ChunkedCrossEntropy.apply(hidden, weight, targets, chunk, ignore_index)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, chunk, ignore_index):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        count = (targets != ignore_index).sum()
+        total = hidden.new_zeros((), dtype=wide)
+        d_hidden = torch.empty_like(hidden) if hidden.requires_grad else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if weight.requires_grad else None
+        for start in range(0, hidden.shape[1], chunk):
+            part = slice(start, start + chunk)
+            x = hidden[:, part].flatten(0, 1)
+            target = targets[:, part].flatten()
+            with torch.enable_grad():
+                logits = (x @ weight.T).detach().requires_grad_()
+                loss = torch.nn.functional.cross_entropy(
+                    logits.to(wide), target, ignore_index=ignore_index, reduction="sum"
+                )
+            total += loss.detach()
+            (d_logits,) = torch.autograd.grad(loss, logits)
+            del loss, logits
+            if d_hidden is not None:
+                d_hidden[:, part] = (d_logits @ weight).view_as(d_hidden[:, part])
+            if d_weight is not None:
+                d_weight += d_logits.T @ x
+        ctx.save_for_backward(d_hidden, d_weight, count)
+        ctx.weight_dtype = weight.dtype
+        return total / count
+
+    @staticmethod
+    def backward(ctx, grad):
+        d_hidden, d_weight, count = ctx.saved_tensors
+        scale = grad / count
+        return (
+            None if d_hidden is None else d_hidden * scale.to(d_hidden.dtype),
+            None if d_weight is None else (d_weight * scale).to(ctx.weight_dtype),
+            None,
+            None,
+            None,
+        )

@@ -1,0 +1,394 @@
+"""The suite for a GPU: exactness, memory and time, and the longest sequence that fits.
+
+1. Exactness: gradients in float32 and bfloat16 with the fused attention kernels, against eager.
+   Both are compared with float64, so that rounding is not taken for an error.
+2. Memory (``torch.cuda.max_memory_allocated``) and time of a step of a large random model,
+   against per-layer checkpointing with causal flash attention and a chunked loss.
+3. The same two at growing lengths until they do not fit in ``--limit-gib``, or until the time that
+   is left does not suffice.
+
+Needs no network. Stays within ``--budget-s`` seconds: what would not fit is skipped and said so.
+Skips everything with a message where there is no GPU. Ends with status 1 if gradients are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from . import baselines, common
+from .floor import floor
+from .models import SHAPES, Decoder
+
+FUSED = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+]
+
+# Allowed error of our gradients as a multiple of eager's own error in the same type. float32 sums
+# in another order, whose luck differs; bfloat16 is dominated by roundings both of them make.
+ALLOWED = {torch.float32: 3.0, torch.bfloat16: 1.25}
+
+Step = Callable[[], Tensor]
+
+
+class Budget:
+    """Seconds left, and whether something expected to take so long should still begin."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.perf_counter() + seconds
+
+    @property
+    def left(self) -> float:
+        return self._end - time.perf_counter()
+
+    def allows(self, seconds: float) -> bool:
+        return seconds < self.left
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    screen = common.Screen()
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        screen.say("no GPU here: the GPU suite is skipped")
+        return 0
+    torch.set_num_threads(options.threads)
+    budget = Budget(options.budget_s)
+    common.import_seqsplit()
+
+    results: dict[str, Any] = {}
+    results["exactness"] = exactness(screen, options, budget)
+    results["comparison"] = comparison(screen, options, budget)
+    results["longest"] = longest(screen, options, budget)
+    path = common.write_results("gpu", options, results)
+    screen.say(f"written: {path.relative_to(common.ROOT)}; {options.budget_s - budget.left:.0f} s")
+    return 0 if all(row["ok"] for row in results["exactness"]) else 1
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    options = common.parser(__doc__, device="cuda", dtype="bfloat16", shape="1b", chunk=2048)
+    options.add_argument("--budget-s", type=float, default=480.0, help="seconds for everything")
+    options.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768])
+    options.add_argument("--pairs", type=int, default=3, help="timed pairs per length")
+    options.add_argument(
+        "--limit-gib", type=float, default=16.0, help="memory allowed in the search for the longest"
+    )
+    options.add_argument("--longest-from", type=int, default=16384, help="first length tried")
+    return options.parse_args(arguments)
+
+
+# --- 1. exactness -------------------------------------------------------------------------------
+
+
+def exactness(screen: common.Screen, options: argparse.Namespace, budget: Budget) -> list[dict]:
+    cases = {"decoder": decoder_case, "Qwen3 (transformers)": qwen3_case}
+    chunks = (64, 100, 1000)
+    rows = []
+    with screen.progress("exactness", len(cases) * len(ALLOWED)) as begin:
+        for name, make in cases.items():
+            for dtype in ALLOWED:
+                begin(f"{name}, {dtype}")
+                if not budget.allows(30):
+                    screen.say(f"skipped for lack of time: {name}, {dtype}")
+                    continue
+                try:
+                    model, loss_of = make(options.device)
+                except ImportError as error:
+                    screen.say(f"skipped: {name}: {error}")
+                    break
+                rows += compare_gradients(name, model, loss_of, dtype, chunks)
+    screen.table(
+        "Gradients against float64: largest relative error of a parameter",
+        ["", "type", "chunk", "eager", "seqsplit", "ratio", ""],
+        [
+            [
+                row["case"],
+                row["dtype"],
+                row["chunk"],
+                f"{row['eager_error']:.2e}",
+                f"{row['error']:.2e}",
+                f"{row['error'] / row['eager_error']:.2f}",
+                "ok" if row["ok"] else "WRONG",
+            ]
+            for row in rows
+        ],
+    )
+    return rows
+
+
+def decoder_case(device: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    shape = SHAPES["tiny"]
+    model = common.make_model(shape, torch.float64, device)
+    tokens, labels = common.make_batch(shape, 257, batch=2, device=device)
+    return model, lambda module: module(tokens, labels)
+
+
+def qwen3_case(device: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1000,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        attn_implementation="sdpa",
+    )
+    model = Qwen3ForCausalLM(config).to(device, torch.float64).train()
+    tokens, labels = common.make_batch(SHAPES["tiny"], 257, batch=2, device=device)
+    return model, lambda module: module(input_ids=tokens, labels=labels, use_cache=False).loss
+
+
+def compare_gradients(
+    name: str,
+    model: nn.Module,
+    loss_of: Callable[[nn.Module], Tensor],
+    dtype: torch.dtype,
+    chunks: tuple[int, ...],
+) -> list[dict]:
+    """Errors of eager and of each chunk size, all from the same weights rounded to ``dtype``."""
+    seqsplit = common.import_seqsplit()
+    rounded = copy.deepcopy(model).to(dtype)
+    exact = copy.deepcopy(rounded).to(torch.float64)
+    reference = gradients(exact, loss_of)
+    on_gpu = next(model.parameters()).is_cuda
+    rows = []
+    with sdpa_kernel(FUSED) if on_gpu else nullcontext():
+        eager_error = largest_error(gradients(copy.deepcopy(rounded), loss_of), reference)
+        for chunk in chunks:
+            ours = seqsplit.compile(
+                copy.deepcopy(rounded), chunk_size=chunk, head_chunk_size=chunk
+            )
+            error = largest_error(gradients(ours, loss_of), reference)
+            rows.append(
+                {
+                    "case": name,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "chunk": chunk,
+                    "eager_error": eager_error,
+                    "error": error,
+                    "ok": error <= ALLOWED[dtype] * eager_error,
+                }
+            )
+    return rows
+
+
+def gradients(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
+    loss_of(model).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def largest_error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """Largest relative error of a parameter's gradient, norm-wise; NaN counts as infinite."""
+    worst = 0.0
+    for name, exact in reference.items():
+        if found[name] is None:
+            return float("inf")
+        error = ((found[name].double() - exact).norm() / exact.norm()).item()
+        worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+# --- 2. memory and time -------------------------------------------------------------------------
+
+
+def comparison(screen: common.Screen, options: argparse.Namespace, budget: Budget) -> dict:
+    shape, dtype = SHAPES[options.shape], common.DTYPES[options.dtype]
+    model = common.make_model(shape, dtype, options.device)
+    methods = {
+        name: common.build(name, model, options.chunk) for name in (common.OURS, common.CHUNKED)
+    }
+    results: dict[int, dict] = {}
+    expected = 60.0  # the first length compiles
+    with screen.progress("comparison", len(options.lengths)) as begin:
+        for length in options.lengths:
+            begin(f"T={length}")
+            if not budget.allows(expected):
+                screen.say(f"skipped for lack of time: T={length}")
+                continue
+            start = time.perf_counter()
+            batch = common.make_batch(shape, length, options.batch, options.device)
+            found = results[length] = {}
+            for name, (loss, trained) in methods.items():
+                common.train_step(loss, trained, batch)  # warm-up, compilation
+                found[name] = {"peak_bytes": peak_of(loss, trained, batch, options.device)}
+            pairs = []
+            for index in range(options.pairs):
+                order = list(methods)[:: -1 if index % 2 else 1]
+                pairs.append({n: step_seconds(*methods[n], batch, options.device) for n in order})
+            for name in methods:
+                found[name]["seconds"] = statistics.median(pair[name] for pair in pairs)
+            ratios = [pair[common.OURS] / pair[common.CHUNKED] for pair in pairs]
+            found["time_ratio"] = statistics.median(ratios)
+            found["time_ratios"] = ratios
+            # Attention makes the next length cost up to four times as much, where it doubles.
+            expected = 4 * (time.perf_counter() - start)
+
+    lengths = list(results)
+    for before, after in zip(lengths, lengths[1:], strict=False):
+        for name in methods:
+            growth = results[after][name]["peak_bytes"] - results[before][name]["peak_bytes"]
+            results[after][name]["bytes_per_token"] = growth / (after - before) / options.batch
+    least = floor(shape, dtype).total
+    screen.table(
+        f"Shape {options.shape} in {options.dtype}, chunk {options.chunk}; floor {least:,} B/token",
+        ["", "method", "peak above start", "B/token", "step", "ratio"],
+        [
+            [
+                f"T={length}",
+                name,
+                common.mib(found[name]["peak_bytes"]),
+                f"{found[name].get('bytes_per_token', float('nan')):,.0f}",
+                f"{found[name]['seconds']:.3f} s",
+                f"{found['time_ratio']:.3f}" if name == common.OURS else "",
+            ]
+            for length, found in results.items()
+            for name in methods
+        ],
+    )
+    return {"floor_bytes_per_token": least, "lengths": results}
+
+
+def peak_of(loss: baselines.Loss, trained: nn.Module, batch: tuple, device: str) -> int:
+    """Peak of one step above its start, gradients cleared before (the allocator's on CUDA)."""
+    trained.zero_grad(set_to_none=True)
+    if not device.startswith("cuda"):
+        with common.import_seqsplit().track_memory(allocator=True) as memory:
+            common.train_step(loss, trained, batch)
+        return memory.peak_bytes
+    torch.cuda.synchronize()
+    start = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    common.train_step(loss, trained, batch)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - start
+
+
+def step_seconds(loss: baselines.Loss, trained: Decoder, batch: tuple, device: str) -> float:
+    seconds = common.timed(lambda: common.train_step(loss, trained, batch), device)
+    trained.zero_grad(set_to_none=True)
+    return seconds
+
+
+# --- 3. the longest that fits -------------------------------------------------------------------
+
+
+def longest(screen: common.Screen, options: argparse.Namespace, budget: Budget) -> dict:
+    """Lengths that fit: doubled until one does not, then the middle between the last two."""
+    shape, dtype = SHAPES[options.shape], common.DTYPES[options.dtype]
+    results = {}
+    methods = (common.CHUNKED, common.OURS)
+    share = budget.left / len(methods)
+    with screen.progress("longest", len(methods)) as begin, MemoryLimit(options):
+        for index, name in enumerate(methods):
+            until = budget.left - share * (len(methods) - index)
+            model = common.make_model(shape, dtype, options.device)
+            if name == common.OURS:
+                loss = common.import_seqsplit().compile(
+                    model, chunk_size=options.chunk, head_chunk_size=options.chunk
+                )
+            else:
+                loss = baselines.checkpointed_chunked(model, options.chunk)
+            fits: list[dict] = []
+            fails: int | None = None
+            length, stopped = options.longest_from, "does not fit"
+            while True:
+                begin(f"{name}, T={length}")
+                if fits and not budget.allows(until + 4 * fits[-1]["seconds"]):
+                    stopped = "out of time"
+                    break
+                seconds = try_length(loss, model, length, options)
+                release(model)
+                if seconds is None:
+                    fails = length
+                else:
+                    fits.append({"length": length, "seconds": seconds})
+                if fails is None:
+                    length *= 2
+                elif fits and fails - fits[-1]["length"] > fails // 4:
+                    length = (fails + fits[-1]["length"]) // 2
+                else:
+                    break
+            results[name] = {
+                "fits": fits,
+                "longest": fits[-1]["length"] if fits else 0,
+                "does_not_fit": fails,
+                "stopped": stopped,
+            }
+            del loss, model
+            release(None)
+    screen.table(
+        f"Longest sequence of shape {options.shape} in {options.limit_gib:g} GiB",
+        ["", "fits", "does not fit", "step at the longest", "search ended"],
+        [
+            [
+                name,
+                f"{found['longest']:,}",
+                f"{found['does_not_fit']:,}" if found["does_not_fit"] else "not reached",
+                f"{found['fits'][-1]['seconds']:.1f} s" if found["fits"] else "",
+                found["stopped"],
+            ]
+            for name, found in results.items()
+        ],
+    )
+    return results
+
+
+class MemoryLimit:
+    """Lets the process have ``--limit-gib`` of the GPU, as if it were a smaller one."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._on_gpu = options.device.startswith("cuda")
+        self._limit = options.limit_gib * 2**30
+
+    def __enter__(self) -> None:
+        release(None)
+        if self._on_gpu:
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(self._limit / total, 1.0))
+
+    def __exit__(self, *error: object) -> None:
+        if self._on_gpu:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def try_length(
+    loss: baselines.Loss, model: Decoder, length: int, options: argparse.Namespace
+) -> float | None:
+    """Seconds of one step at ``length``, or None where it does not fit."""
+    batch = common.make_batch(SHAPES[options.shape], length, options.batch, options.device)
+    if not options.device.startswith("cuda"):  # nothing runs out: hold the peak to the limit
+        start = time.perf_counter()
+        peak = peak_of(loss, model, batch, options.device)
+        return time.perf_counter() - start if peak <= options.limit_gib * 2**30 else None
+    try:
+        return common.timed(lambda: common.train_step(loss, model, batch), options.device)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def release(model: nn.Module | None) -> None:
+    if model is not None:
+        model.zero_grad(set_to_none=True)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

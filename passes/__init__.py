@@ -1,0 +1,5 @@
+"""The compiler: how a captured graph becomes a plan (see :mod:`seqsplit.passes.pipeline`)."""
+
+from .pipeline import Executor, build_plan
+
+__all__ = ["Executor", "build_plan"]

@@ -1,0 +1,356 @@
+"""Demand: what a segment has to compute, and from what.
+
+Starting from the values a segment gives, requests are pushed from users to operands through the
+rule rows, in reverse graph order. A request is a node with a placement; its *recipe* says how it
+is met:
+
+``Input``     the value is there whole (outer, or materialised before): take that part of it
+``Compute``   run the op on operands of these placements
+``ReadKeys``  a value of the stream is wanted along keys: compute the chunk's own rows, write them
+              to a cache and read the range from it
+
+The cached read is put at the narrowest place above free ops: below a projection, but above
+``expand`` for heads that share a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from ..placement import Chunk, Kind, Placement, Span, Whole
+from .attend import Read, Reads
+from .cut import summing_row
+from .facts import Facts
+from .rules.attention import SDPA
+from .rules.registry import Unsplittable, arguments_of, contracted, operands_of, pull
+
+__all__ = ["Attend", "Compute", "Demands", "Input", "NeededWhole", "ReadKeys", "demand"]
+
+aten = torch.ops.aten
+
+# Ops that move or repeat values without computing: a cached read may be put above them.
+_FREE = {
+    aten.alias.default,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.repeat_interleave.self_int,
+    aten.reshape.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.squeeze.dim,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+}
+
+
+# Ops on labels and positions through which a part of a merged dim is taken.
+_MERGES = _FREE | {aten.to.dtype, aten.to.dtype_layout, aten.to.device}
+
+
+class NeededWhole(Exception):
+    """A value is needed whole inside the segment that computes it.
+
+    Attributes:
+        node: the value.
+        user: the first node, in graph order, that needs it so.
+    """
+
+    def __init__(self, node: fx.Node, user: fx.Node) -> None:
+        super().__init__(f"{user} needs {node} whole")
+        self.node = node
+        self.user = user
+
+
+@dataclass(frozen=True)
+class Input:
+    """Take the part of a value that exists whole."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Run the op; ``operands`` are (node, placement) in the order of the schema."""
+
+    operands: tuple[tuple[fx.Node, Placement], ...]
+
+
+@dataclass(frozen=True)
+class ReadKeys:
+    """Read a range along ``dim`` from a cache of the node's own rows."""
+
+    dim: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Fused attention of a chunk of queries.
+
+    Attributes:
+        operands: query, key, value and the mask if it is still needed.
+        read: which keys.
+        grouped: key and value are given with the heads they have, fewer than the query's.
+        parts: key and value come as (before the chunk, the chunk's own).
+    """
+
+    operands: tuple[tuple[fx.Node, Placement], ...]
+    read: Read
+    grouped: bool
+    parts: bool
+
+
+Recipe = Input | Compute | ReadKeys | Attend
+
+
+@dataclass
+class Demands:
+    """All requests of a segment: for each node, in reverse graph order, placement -> recipe."""
+
+    recipes: dict[fx.Node, dict[Placement, Recipe]] = field(default_factory=dict)
+
+    def items(self) -> Iterable[tuple[fx.Node, Placement, Recipe]]:
+        """Requests in the order in which they can be met."""
+        for node in sorted(self.recipes):
+            # rows before what is read of them
+            for placement in sorted(self.recipes[node], key=lambda p: p.has_keys):
+                yield node, placement, self.recipes[node][placement]
+
+
+def demand(
+    facts: Facts,
+    reads: Reads,
+    targets: dict[fx.Node, Placement],
+    available: set[fx.Node],
+) -> Demands:
+    """Find the recipes for ``targets``.
+
+    Args:
+        facts: of the graph.
+        reads: its attentions.
+        targets: the values that the segment gives.
+        available: values that exist whole when the segment runs.
+
+    Raises:
+        Unsplittable: a node cannot give what is asked of it.
+        NeededWhole: a value of this very segment is needed whole.
+    """
+    pushing = _Pushing(facts, reads, available)
+    for node, placement in targets.items():
+        pushing.request(node, placement)
+    return pushing.run()
+
+
+class _Pushing:
+    def __init__(self, facts: Facts, reads: Reads, available: set[fx.Node]) -> None:
+        self._facts = facts
+        self._reads = reads
+        self._available = available
+        self._open: dict[fx.Node, dict[Placement, fx.Node | None]] = {}
+
+    def request(self, node: fx.Node, placement: Placement, user: fx.Node | None = None) -> None:
+        self._open.setdefault(node, {}).setdefault(placement, user)
+
+    def run(self) -> Demands:
+        demands = Demands()
+        while self._open:
+            node = max(self._open)
+            placement, user = next(iter(self._open[node].items()))
+            del self._open[node][placement]
+            if not self._open[node]:
+                del self._open[node]
+            known = demands.recipes.setdefault(node, {})
+            if placement in known:
+                continue
+            known[placement] = recipe = self._recipe(node, placement, user)
+            for operand, wanted in self._needs(node, recipe):
+                self.request(operand, wanted, node)
+        return demands
+
+    def _needs(self, node: fx.Node, recipe: Recipe) -> list[tuple[fx.Node, Placement]]:
+        match recipe:
+            case Input():
+                return []
+            case ReadKeys(dim=dim):
+                return [(node, Chunk(dim))]
+            case Compute(operands=operands):
+                return list(operands)
+            case Attend(operands=operands):
+                return list(operands)
+
+    def _recipe(self, node: fx.Node, placement: Placement, user: fx.Node | None) -> Recipe:
+        facts = self._facts
+        if not facts.is_active(node) or node in self._available:
+            if not any(span.merged for _, span in placement.spans):
+                return Input()
+            # The sequence inside a merged dim: better to take the part before the merge.
+            if node.target not in _MERGES or node in self._available:
+                if any(span.outer != 1 and span.inner != 1 for _, span in placement.spans):
+                    raise Unsplittable(node, "the sequence lies inside a dim merged of three")
+                return Input()
+        in_stream = node in facts.stream
+        if in_stream and not placement.has_rows and not placement.partial:
+            place = self._narrowest(node, placement)
+            if place is None and not placement.has_keys:
+                pass  # free ops up to a value that is there whole
+            elif not placement.has_keys:
+                if place is node or place is None:
+                    raise NeededWhole(node, user)
+            elif place is node:
+                (dim, span), *more = [i for i in placement.spans if i[1].kind is Kind.KEYS]
+                if more or span.merged:
+                    raise Unsplittable(node, "keys along more than one dim, or inside a merged one")
+                return ReadKeys(dim, span)
+        if node.target is SDPA and placement.has_rows:
+            return self._attend(node, placement)
+        return Compute(tuple(zip(operands_of(node), self._operands(node, placement), strict=True)))
+
+    def _operands(self, node: fx.Node, placement: Placement) -> tuple[Placement, ...]:
+        facts, operands = self._facts, operands_of(node)
+        if placement.partial:
+            row = summing_row(facts, node)
+            if row is None:
+                raise Unsplittable(node, f"{node.target} is not a sum over chunks")
+            return row
+        if not placement.spans:
+            return (Whole,) * len(operands)
+        masked = self._reads.zero_beyond.get(node, {})
+        asked, beyond = placement, Whole
+        if node.target in (aten.softmax.int, aten._softmax.default):
+            inside = {d: s for d, s in placement.spans if masked.get(d) == s}
+            beyond = Placement(tuple(inside.items()))
+            asked = Placement(tuple(i for i in placement.spans if i[0] not in inside))
+        result = [p | beyond for p in pull(node, asked, facts.shape)]
+        span = self._reads.contracted.get(node)
+        if span is not None:
+            result = [p | q for p, q in zip(result, contracted(node, span, facts.shape))]
+        for operand, wanted in zip(operands, result):
+            self._check_dims(node, operand, wanted)
+        return tuple(result)
+
+    def _check_dims(self, node: fx.Node, operand: fx.Node, wanted: Placement) -> None:
+        """A split dim has to be the sequence (or a table that is as long as it likes)."""
+        if not self._facts.is_tensor(operand):
+            return
+        shape = self._facts.shape(operand)
+        for dim, span in wanted.spans:
+            middle = sympy.cancel(shape[dim] / (span.outer * span.inner))
+            if not (middle - self._facts.sequence).is_Integer:
+                raise Unsplittable(
+                    node, f"{node.target} lines up the sequence with a dim of size {shape[dim]}"
+                )
+
+    def _narrowest(self, node: fx.Node, placement: Placement) -> fx.Node | None:
+        """Where up a chain of free ops a value is smallest; ``None`` if the chain reaches a
+        value that is there whole."""
+        facts, best, best_size = self._facts, node, self._numel(node)
+        while node.target in _FREE and node not in self._available:
+            source = node.args[0]
+            try:
+                placement = pull(node, placement, facts.shape)[0]
+            except Unsplittable:
+                return best
+            if source in self._available or not facts.is_active(source):
+                return None
+            if source not in facts.stream or not facts.is_tensor(source):
+                return best
+            node = source
+            merged = any(span.merged for _, span in placement.spans)
+            if self._numel(node) < best_size and not merged:
+                best, best_size = node, self._numel(node)
+        return best
+
+    def _numel(self, node: fx.Node) -> float:
+        if not self._facts.is_tensor(node):
+            return float("inf")
+        count = sympy.Mul(*self._facts.shape(node))
+        hints = {s: self._facts.lowered.hints.get(s, 2) for s in count.free_symbols}
+        return float(count.subs(hints))
+
+    def _attend(self, node: fx.Node, placement: Placement) -> Recipe:
+        arguments = arguments_of(node)
+        query, key, value = (arguments[name] for name in ("query", "key", "value"))
+        rank = node.meta["val"].ndim
+        others = [item for item in placement.spans if item[0] != rank - 2]
+        if others or placement.dims.get(rank - 2, Span(Kind.KEYS)).kind is not Kind.ROWS:
+            return Compute(
+                tuple(zip(operands_of(node), pull(node, placement, self._facts.shape)))
+            )
+        read = self._reads.fused.get(node, Read(None))
+        if self._facts.shape(query)[-2] != self._facts.shape(key)[-2] and arguments["is_causal"]:
+            raise Unsplittable(node, "is_causal between sequences of different lengths")
+        grouped, key, value = self._ungrouped(query, key, value, arguments["enable_gqa"])
+        keys = Placement(((rank - 2, read.span),)) if read.span is not None else Whole
+        operands = [(query, Chunk(rank - 2)), (key, keys), (value, keys)]
+        mask = arguments["attn_mask"]
+        if isinstance(mask, fx.Node) and not read.causal:
+            operands.append((mask, self._mask_placement(mask, read)))
+        plain = read.causal and read.span.window is None and arguments["dropout_p"] == 0.0
+        return Attend(tuple(operands), read, grouped, parts=plain)
+
+    def _mask_placement(self, mask: fx.Node, read: Read) -> Placement:
+        shape = self._facts.shape(mask)
+        rank, wanted = len(shape), Whole
+        if rank >= 2 and shape[-2] != 1:
+            wanted = wanted | Chunk(rank - 2)
+        if read.span is not None and shape[-1] != 1:
+            wanted = wanted | Placement(((rank - 1, read.span),))
+        return wanted
+
+    def _ungrouped(
+        self, query: fx.Node, key: fx.Node, value: fx.Node, enable_gqa: bool
+    ) -> tuple[bool, fx.Node, fx.Node]:
+        """Key and value before their heads were repeated: the kernels share heads themselves."""
+        if enable_gqa or query.meta["val"].ndim != 4:
+            return enable_gqa, key, value
+        plain = [self._before_repeat(node) for node in (key, value)]
+        if None in plain or self._facts.shape(plain[0])[1] != self._facts.shape(plain[1])[1]:
+            return False, key, value
+        return True, *plain
+
+    def _before_repeat(self, node: fx.Node) -> fx.Node | None:
+        """``x`` for ``[B, G, T, E] -> [B, G, n, T, E] -> [B, G * n, T, E]``."""
+        facts = self._facts
+        node = _through(node, _is_copy(facts))
+        if node.target is aten.repeat_interleave.self_int:
+            source, _, dim = (*node.args, None)[:3]
+            return source if dim is not None and dim % 4 == 1 else None
+        if node.target not in (aten.reshape.default, aten.view.default):
+            return None
+        expanded = node.args[0]
+        if not isinstance(expanded, fx.Node) or expanded.target is not aten.expand.default:
+            return None
+        batch, heads, repeats, length, width = (*facts.shape(expanded), *[None] * 5)[:5]
+        if expanded.meta["val"].ndim != 5 or facts.shape(node) != (
+            batch, heads * repeats, length, width,
+        ):  # fmt: skip
+            return None
+        source = _through(expanded.args[0], _is_copy(facts))
+        if facts.shape(source) != (batch, heads, 1, length, width):
+            return None
+        if source.target is not aten.unsqueeze.default or source.args[1] % 5 != 2:
+            return None
+        return _through(source.args[0], _is_copy(facts))
+
+
+def _is_copy(facts: Facts) -> Callable[[fx.Node], bool]:
+    def test(node: fx.Node) -> bool:
+        if node.target in (aten.contiguous.default, aten.clone.default, aten.alias.default):
+            return True
+        return node.target is aten.slice.Tensor and facts.shape(node) == facts.shape(node.args[0])
+
+    return test
+
+
+def _through(node: fx.Node, test: Callable[[fx.Node], bool]) -> Any:
+    while test(node):
+        node = node.args[0]
+    return node

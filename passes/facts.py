@@ -1,0 +1,231 @@
+"""Propagate: what is known of every value before anything is cut.
+
+Three questions, answered from the inputs forward: which of its dims grow with the sequence, does
+it need a gradient, and is it *outer*? Outer values live in the outer graph, whole, because they
+are small or because computing them chunk by chunk would save nothing:
+
+- parameters, inputs, and arithmetic on them alone;
+- the *prologue*: positions, masks' small ingredients, rotary tables, shifted labels: derived from
+  inputs without passing through a table of features, and with no dim pair of size T x T;
+- the *entry*: embeddings and what is done to them that keeps no activation for the backward
+  (adding position embeddings, scaling). An embedding inside a chunk body would build one
+  vocabulary-sized gradient per chunk.
+
+Everything else is *active*: it is computed inside chunk bodies.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch import fx
+
+from ..errors import SequenceNotFoundError, format_message
+from .lower import Lowered
+from .rules.registry import arguments_of, operands_of
+
+__all__ = ["Facts", "find_sequence", "propagate"]
+
+aten = torch.ops.aten
+
+# Ops whose backward keeps nothing of the size of an activation.
+_KEEPS_NOTHING = {
+    aten.add.Tensor,
+    aten.alias.default,
+    aten.cat.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.embedding.default,
+    aten.expand.default,
+    aten.neg.default,
+    aten.permute.default,
+    aten.reshape.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.sub.Tensor,
+    aten.to.device,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+}
+_SCALES = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
+_DETACHES = {aten.detach.default, aten.detach_.default}
+
+
+@dataclass
+class Facts:
+    """What :func:`propagate` found.
+
+    Attributes:
+        lowered: the graph these facts are about.
+        sequence: the symbol of the sequence length, ``None`` if there is none.
+        needs_grad: values through which a gradient flows.
+        outer: values computed whole in the outer graph.
+        features: outer values that come from an embedding table or a float input.
+        stream: active values that depend on features. The other active values (masks, position
+            biases) are cheap and are computed anew wherever they are needed.
+    """
+
+    lowered: Lowered
+    sequence: sympy.Symbol | None
+    needs_grad: set[fx.Node] = field(default_factory=set)
+    outer: set[fx.Node] = field(default_factory=set)
+    features: set[fx.Node] = field(default_factory=set)
+    stream: set[fx.Node] = field(default_factory=set)
+
+    def shape(self, node: fx.Node) -> tuple[sympy.Expr, ...]:
+        return self.lowered.shape(node)
+
+    def is_sequence(self, size: sympy.Expr) -> bool:
+        """Whether a size grows with the sequence."""
+        return self.sequence is not None and self.sequence in size.free_symbols
+
+    def sequence_dims(self, node: fx.Node) -> list[int]:
+        """The dims of a tensor that grow with the sequence (a tuple counts by its first item)."""
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            sizes = self.shape(node)
+        elif isinstance(value, (tuple, list)) and value and isinstance(value[0], torch.Tensor):
+            sizes = tuple(self.lowered.expr(size) for size in value[0].shape)
+        else:
+            return []
+        return [dim for dim, size in enumerate(sizes) if self.is_sequence(size)]
+
+    def is_tensor(self, node: fx.Node) -> bool:
+        return isinstance(node.meta.get("val"), torch.Tensor)
+
+    def is_active(self, node: fx.Node) -> bool:
+        """Whether a tensor is computed inside chunk bodies."""
+        value = node.meta.get("val")
+        return isinstance(value, (torch.Tensor, tuple, list)) and node not in self.outer
+
+
+def find_sequence(lowered: Lowered, seq_dim: int | None) -> sympy.Symbol | None:
+    """The symbol of the dim that attention mixes, else of ``seq_dim``, else of dim 1.
+
+    Returns ``None`` when no size of any input is symbolic (a sequence of length 1, say).
+
+    Raises:
+        SequenceNotFoundError: ``seq_dim`` names a dim that no input has.
+    """
+    inputs = [n for n in lowered.placeholders if isinstance(n.meta.get("val"), torch.Tensor)]
+    symbolic = {
+        size.free_symbols.pop()
+        for node in inputs
+        for size in lowered.shape(node)
+        if len(size.free_symbols) == 1
+    }
+    if not symbolic:
+        return None
+    votes: dict[sympy.Symbol, int] = {}
+    for node in lowered.graph.nodes:
+        mixed = _mixed_size(node, lowered)
+        if mixed is not None and mixed in symbolic:
+            votes[mixed] = votes.get(mixed, 0) + 1
+    candidates = [symbol for symbol in votes if votes[symbol] == max(votes.values())]
+    if seq_dim is None and len(candidates) == 1:
+        return candidates[0]
+    asked = 1 if seq_dim is None else seq_dim
+    growing = [n for n in inputs if any(s.free_symbols for s in lowered.shape(n))]
+    named = [
+        lowered.shape(node)[asked]
+        for node in growing
+        if -len(lowered.shape(node)) <= asked < len(lowered.shape(node))
+    ]
+    named = [size for size in named if isinstance(size, sympy.Symbol)]
+    preferred = [size for size in named if not candidates or size in candidates]
+    if seq_dim is not None and not named:
+        raise SequenceNotFoundError(
+            format_message(
+                f"seq_dim={seq_dim} is not a sequence in any input",
+                got=", ".join(f"{n.name}: {list(lowered.shape(n))}" for n in growing),
+                fix="give the dim of an input that holds the tokens, 1 for [batch, tokens]",
+            )
+        )
+    if seq_dim is not None:
+        return named[0]
+    return (preferred or named or candidates or [None])[0]
+
+
+def _mixed_size(node: fx.Node, lowered: Lowered) -> sympy.Expr | None:
+    """The size of the dim whose positions a node mixes by attention."""
+    if node.target is aten.scaled_dot_product_attention.default:
+        return lowered.shape(node.args[1])[-2]
+    if node.target in (aten.softmax.int, aten._softmax.default):
+        size = lowered.shape(node)[node.args[1]]
+        return size if isinstance(size, sympy.Symbol) else None
+    return None
+
+
+def propagate(lowered: Lowered, sequence: sympy.Symbol | None) -> Facts:
+    """Fill :class:`Facts` in one sweep over the graph."""
+    facts = Facts(lowered, sequence)
+    for node in lowered.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op in ("placeholder", "get_attr"):
+            _note_input(facts, node)
+            continue
+        inputs = [i for i in node.all_input_nodes if i.meta.get("val") is not None]
+        if _carries_gradient(facts, node, inputs):
+            facts.needs_grad.add(node)
+        if all(i in facts.outer for i in inputs) and _stays_outer(facts, node, inputs):
+            facts.outer.add(node)
+            if any(i in facts.features for i in inputs) or node.target is aten.embedding.default:
+                facts.features.add(node)
+        elif any(i in facts.features or i in facts.stream for i in inputs):
+            facts.stream.add(node)
+    return facts
+
+
+def _note_input(facts: Facts, node: fx.Node) -> None:
+    facts.outer.add(node)
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return
+    if node.meta.get("requires_grad"):
+        facts.needs_grad.add(node)
+    if value.is_floating_point() and value.ndim > 1 and facts.sequence_dims(node):
+        facts.features.add(node)
+
+
+def _carries_gradient(facts: Facts, node: fx.Node, inputs: list[fx.Node]) -> bool:
+    if not node.meta["region"].grad or node.target in _DETACHES:
+        return False
+    value = node.meta.get("val")
+    if node.target is operator.getitem and isinstance(value, torch.Tensor):
+        return inputs[0] in facts.needs_grad and value.is_floating_point()
+    if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
+        return False
+    return any(i in facts.needs_grad for i in inputs)
+
+
+def _stays_outer(facts: Facts, node: fx.Node, inputs: list[fx.Node]) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, (torch.Tensor, tuple, list)):
+        return True  # a size
+    num_sequence_dims = len(facts.sequence_dims(node))
+    read_sequence = any(facts.sequence_dims(i) for i in inputs)
+    if num_sequence_dims == 0 and not read_sequence:
+        return True  # parameters and constants
+    if num_sequence_dims > 1:
+        return False
+    carried = [i for i in inputs if i in facts.features or i in facts.needs_grad]
+    if not carried:
+        return True
+    # Two values where there was one would be two checkpoints.
+    replaces = all(len(i.users) == 1 or not facts.sequence_dims(i) for i in carried)
+    return replaces and _keeps_nothing(facts, node)
+
+
+def _keeps_nothing(facts: Facts, node: fx.Node) -> bool:
+    if node.target in _SCALES:
+        return sum(operand in facts.needs_grad for operand in operands_of(node)) <= 1
+    if node.target is aten.dropout.default:
+        return not arguments_of(node)["train"] or arguments_of(node)["p"] == 0
+    return node.target in _KEEPS_NOTHING

@@ -1,0 +1,302 @@
+"""Lower: Dynamo's torch-level graph becomes one functional ATen graph, before autograd.
+
+The trace is taken above autograd and above decomposition, so ``linear``, ``layer_norm`` and
+``scaled_dot_product_attention`` stay single nodes; sizes stay symbolic. Three things that Python
+does with context managers become facts of each node (``node.meta["region"]``), because a chunk
+body runs its nodes at another time and in another order: ``no_grad``, ``autocast``, and the
+user's line.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+
+__all__ = ["Lowered", "Region", "lower"]
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+_CUSTOM_FUNCTION = torch.ops.higher_order.autograd_function_apply
+
+
+@dataclass(frozen=True)
+class Region:
+    """The Python contexts a node was traced under.
+
+    Attributes:
+        grad: whether gradients were recorded.
+        autocast: arguments of the ``autocast`` contexts entered inside the model, outermost
+            first: ``(device_type, dtype, enabled, cache_enabled)``.
+    """
+
+    grad: bool = True
+    autocast: tuple[tuple[Any, ...], ...] = ()
+
+
+@dataclass
+class Lowered:
+    """The ATen graph with what is known about its sizes.
+
+    Attributes:
+        module: the graph; every node has ``meta["val"]`` and ``meta["region"]``, an input also
+            ``meta["requires_grad"]``.
+        shape_env: Dynamo's record of the symbols and of the guards on them.
+        assumed: symbols taken to be the same as others (see :func:`_align_inputs`).
+        assumptions: what that assumes of the inputs: pairs of (input, dim) of equal size.
+    """
+
+    module: fx.GraphModule
+    shape_env: Any
+    assumed: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
+    assumptions: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def hints(self) -> dict[sympy.Symbol, int]:
+        """The symbols' values in the call that was captured."""
+        found = {}
+        for node in self.placeholders:
+            value = node.meta.get("val")
+            for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+                if isinstance(size, torch.SymInt) and size.node.has_hint():
+                    expr = self.expr(size)
+                    if isinstance(expr, sympy.Symbol):
+                        found[expr] = int(size.node.hint)
+        return found
+
+    def expr(self, size: int | torch.SymInt) -> sympy.Expr:
+        """A size as an expression in the symbols that are left after Dynamo's equalities."""
+        if isinstance(size, torch.SymInt):
+            return self.simplified(size.node.expr)
+        return sympy.Integer(size)
+
+    def simplified(self, expr: sympy.Expr) -> sympy.Expr:
+        """An expression in as few symbols as are known to suffice."""
+        return sympy.sympify(self.shape_env.simplify(expr)).xreplace(self.assumed)
+
+    def shape(self, node: fx.Node) -> tuple[sympy.Expr, ...]:
+        """The shape of a node's tensor value, as expressions."""
+        cached = node.meta.get("shape_exprs")
+        if cached is None:
+            cached = tuple(self.expr(size) for size in node.meta["val"].shape)
+            node.meta["shape_exprs"] = cached
+        return cached
+
+
+def lower(captured: fx.GraphModule, example_inputs: Sequence[Any]) -> Lowered:
+    """Lower Dynamo's graph.
+
+    Args:
+        captured: what Dynamo hands to a backend.
+        example_inputs: the real inputs of this first call, in the graph's order.
+
+    Raises:
+        CaptureError: an op could not be traced on tensors without data.
+    """
+    context = TracingContext.try_get()
+    if context is None or context.fake_mode is None:
+        raise CaptureError("seqsplit has to be called by torch.compile as its backend")
+    fake_mode = context.fake_mode
+    fakes = [_as_fake(value, fake_mode, context) for value in example_inputs]
+    try:
+        with fake_mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta():
+            run = _KeepBackwards(captured).run
+            module = make_fx(lambda *args: run(*args), pre_dispatch=True)(*fakes)
+    except Exception as error:
+        raise CaptureError(f"a captured graph could not be lowered to ATen ops: {error}") from error
+    graph = module.graph
+    for node, example in zip([n for n in graph.nodes if n.op == "placeholder"], example_inputs):
+        node.meta["requires_grad"] = isinstance(example, torch.Tensor) and example.requires_grad
+    _absorb_contexts(graph)
+    _functionalize(graph)
+    _forget_assertions(graph)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    graph.lint()
+    module.recompile()
+    lowered = Lowered(module, fake_mode.shape_env)
+    _align_inputs(lowered)
+    return lowered
+
+
+def _align_inputs(lowered: Lowered) -> None:
+    """Take dims of the same index and size in different inputs (token ids, labels) to be one.
+
+    Every dim of every input is a symbol of its own, so that a batch as long as the sequence does
+    not look like it. Where the model compares two inputs only by their number of elements, Dynamo
+    learns nothing about their dims; that they are equal is then checked at each call.
+    """
+    first: dict[tuple[int, int], tuple[sympy.Symbol, tuple[int, int]]] = {}
+    for index, node in enumerate(lowered.placeholders):
+        held = node.meta.get("val")
+        for dim, size in enumerate(held.shape if isinstance(held, torch.Tensor) else ()):
+            if not isinstance(size, torch.SymInt) or not size.node.has_hint():
+                continue
+            symbol = lowered.expr(size)
+            if not isinstance(symbol, sympy.Symbol):
+                continue
+            known, place = first.setdefault((dim, int(size.node.hint)), (symbol, (index, dim)))
+            if known != symbol:
+                lowered.assumed[symbol] = known
+                lowered.assumptions.append((place, (index, dim)))
+
+
+def _as_fake(value: Any, fake_mode: Any, context: TracingContext) -> Any:
+    """The data-less twin of an input, with the very symbols that Dynamo gave its sizes."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    known = context.tensor_to_context.get(value)
+    if known is None:
+        return fake_mode.from_tensor(value, static_shapes=True)
+    return fake_mode.from_tensor(value, symbolic_context=known, source=known.tensor_source)
+
+
+class _KeepBackwards(fx.Interpreter):
+    """Runs Dynamo's graph under the trace, keeping what a plain run would lose."""
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        if target is _CHECKPOINT:
+            # A block that the model itself checkpoints: we decide about memory, so only its
+            # body matters.
+            body, *operands = args
+            return fx.Interpreter(body).run(*operands)
+        if target is _CUSTOM_FUNCTION:
+            # Traced through, it would become its forward alone and lose its own backward.
+            return _trace_as_one_node(_custom_function(args[0], args[1], kwargs), args[2:])
+        return super().call_function(target, args, kwargs)
+
+
+def _custom_function(forward: fx.GraphModule, backward: fx.GraphModule, options: dict) -> Callable:
+    def custom_function(*operands: Any) -> Any:
+        return _CUSTOM_FUNCTION(forward, backward, *operands, **options)
+
+    custom_function.__module__ = __name__
+    # What makes two calls the same piece of code, whatever objects they were traced into.
+    custom_function.fingerprint = (forward.code, backward.code, repr(sorted(options.items())))
+    return custom_function
+
+
+def _trace_as_one_node(function: Callable, operands: Sequence[Any]) -> Any:
+    mode = get_proxy_mode()
+    with disable_proxy_modes_tracing():
+        out = function(*operands)
+    proxies = pytree.tree_map(mode.tracer.unwrap_proxy, tuple(operands))
+    proxy = mode.tracer.create_proxy("call_function", function, proxies, {}, name="custom")
+    return track_tensor_tree(out, proxy, constant=None, tracer=mode.tracer)
+
+
+def _absorb_contexts(graph: fx.Graph) -> None:
+    """Turn the nodes that switch grad mode and autocast into a fact of every node between."""
+    grad, entered = True, {}
+    for node in list(graph.nodes):
+        name = getattr(node.target, "__name__", "")
+        if node.target is torch._C._set_grad_enabled:
+            grad = node.args[0]
+        elif name == "_enter_autocast":
+            entered[node] = tuple(node.args)
+        elif name == "_exit_autocast":
+            entered.pop(node.args[0])
+        else:
+            node.meta["region"] = Region(grad, tuple(entered.values()))
+            continue
+        node.replace_all_uses_with(None)
+    for node in reversed(list(graph.nodes)):
+        name = getattr(node.target, "__name__", "")
+        if node.target is torch._C._set_grad_enabled or name in (
+            "_enter_autocast",
+            "_exit_autocast",
+        ):
+            graph.erase_node(node)
+
+
+def _functionalize(graph: fx.Graph) -> None:
+    """Replace in-place ops by their out-of-place twins where no other name sees the change.
+
+    A write through a view, or to a value that a view was taken of, would have to be carried to
+    the other name; such graphs are refused (:class:`CaptureError`) and run as they are.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        schema = node.target._schema
+        if not schema.is_mutable:
+            continue
+        written = node.args[0] if node.args else None
+        twin = _functional_twin(node.target)
+        if twin is None or not isinstance(written, fx.Node) or _has_other_names(written, node):
+            raise CaptureError(
+                f"{node.target} changes a value that has other names; it cannot be reordered"
+            )
+        with graph.inserting_before(node):
+            args = node.args
+            if node.target is torch.ops.aten.copy_.default:
+                new = graph.call_function(torch.ops.aten.expand_as.default, (args[1], args[0]))
+            else:
+                new = graph.call_function(twin, args, dict(node.kwargs))
+        new.meta = dict(node.meta)
+        written_users = [user for user in written.users if user is not new and _after(node, user)]
+        for user in written_users:
+            user.replace_input_with(written, new)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+def _after(first: fx.Node, second: fx.Node) -> bool:
+    return second is not first and first < second
+
+
+def _functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    name = op._schema.name.split("::")[1]
+    if not name.endswith("_") or op.namespace != "aten":
+        return None
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    if packet is None or op._overloadname not in packet.overloads():
+        return None
+    return getattr(packet, op._overloadname)
+
+
+def _has_other_names(value: fx.Node, writer: fx.Node) -> bool:
+    """Whether an in-place change of ``value`` can be seen under another name."""
+    if value.op == "placeholder":
+        return True
+    return _may_alias(value) or any(
+        user is not writer and _may_alias(user) and any(_after(writer, use) for use in user.users)
+        for user in value.users
+    )
+
+
+def _may_alias(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.op != "call_function"
+    return node.target.is_view or torch.Tag.maybe_aliasing_or_mutating in node.target.tags
+
+
+def _forget_assertions(graph: fx.Graph) -> None:
+    """Drop runtime assertions on sizes: Dynamo's guards have made them already."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and "assert" in str(node.target) and not node.users:
+            graph.erase_node(node)

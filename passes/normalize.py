@@ -1,0 +1,195 @@
+"""Normalise: say a few ops in the terms the rules speak, before placements are sought.
+
+- A mean over the sequence, and a loss with ``reduction="mean"``, become a sum divided by a
+  count: the sum can be shared among chunks, the count is taken over the whole sequence.
+- An op that takes another tensor only for its shape, dtype or device (``zeros_like``,
+  ``expand_as``, ``type_as``, ``new_ones``) takes them as arguments: it does not depend on that
+  tensor's values.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
+
+from .facts import Facts
+from .lower import Lowered
+from .rules.loss import ELEMENTWISE_LOSSES, MEAN, SUM
+from .rules.registry import arguments_of
+
+__all__ = ["normalize", "normalize_means"]
+
+aten = torch.ops.aten
+
+_FILLS = {
+    aten.zeros_like.default: 0,
+    aten.ones_like.default: 1,
+    aten.empty_like.default: 0,
+    aten.new_zeros.default: 0,
+    aten.new_ones.default: 1,
+    aten.new_empty.default: 0,
+    aten.full_like.default: None,
+    aten.new_full.default: None,
+}
+
+
+class _Writer:
+    """Adds ops before a node, computing their values' shapes and dtypes."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self._node = node
+        self._graph = node.graph
+        self._mode = detect_fake_mode([n.meta.get("val") for n in node.graph.nodes])
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self._graph.inserting_before(self._node):
+            new = self._graph.call_function(target, args, kwargs)
+        new.meta = {
+            key: value
+            for key, value in self._node.meta.items()
+            if key in ("region", "stack_trace", "nn_module_stack")
+        }
+        values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self._mode, enable_python_dispatcher():
+            new.meta["val"] = target(*values[0], **values[1])
+        return new
+
+
+def normalize(lowered: Lowered) -> None:
+    """Cut dependencies on tensors that only lend their shape or dtype (in place)."""
+    for node in list(lowered.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in _FILLS:
+            _replace(node, _filled(node))
+        elif node.target in (aten.expand_as.default, aten.view_as.default):
+            write = _Writer(node)
+            sizes = [_size(write, node.args[1], dim) for dim in range(node.meta["val"].ndim)]
+            op = aten.expand if node.target is aten.expand_as.default else aten.view
+            _replace(node, write(op.default, node.args[0], sizes))
+        elif node.target in (aten.type_as.default, aten.to.other):
+            other = node.args[1].meta["val"]
+            _replace(node, _Writer(node)(aten.to.device, node.args[0], other.device, other.dtype))
+    lowered.graph.eliminate_dead_code(
+        is_impure_node=lambda node: node.op in ("placeholder", "output")
+    )
+    lowered.graph.lint()
+
+
+def _size(write: _Writer, source: fx.Node, dim: int) -> int | fx.Node:
+    size = source.meta["val"].shape[dim]
+    return size if isinstance(size, int) else write(aten.sym_size.int, source, dim)
+
+
+def _filled(node: fx.Node) -> fx.Node:
+    write = _Writer(node)
+    arguments = arguments_of(node)
+    value = _FILLS[node.target]
+    if value is None:
+        value = arguments["fill_value"]
+    like = node.meta["val"]
+    if "size" in arguments:
+        sizes = list(arguments["size"])
+    else:
+        sizes = [_size(write, node.args[0], dim) for dim in range(like.ndim)]
+    return write(aten.full.default, sizes, value, dtype=like.dtype, device=like.device)
+
+
+def normalize_means(facts: Facts) -> bool:
+    """Rewrite means over the sequence as sum / count (in place).
+
+    Returns:
+        Whether anything was rewritten (facts then have to be propagated again).
+    """
+    changed = False
+    for node in list(facts.lowered.graph.nodes):
+        if node.op != "call_function":
+            continue
+        new = None
+        if node.target in (aten.mean.default, aten.mean.dim):
+            new = _mean(facts, node)
+        elif node.target is aten.cross_entropy_loss.default:
+            new = _mean_of_classes(facts, node)
+        elif node.target in (aten.nll_loss_nd.default, aten.nll_loss.default):
+            new = _mean_of_classes(facts, node)
+        elif node.target in ELEMENTWISE_LOSSES:
+            new = _mean_of_elements(facts, node)
+        if new is not None:
+            _replace(node, new)
+            changed = True
+    if changed:
+        facts.lowered.graph.lint()
+    return changed
+
+
+def _mean(facts: Facts, node: fx.Node) -> fx.Node | None:
+    arguments = arguments_of(node)
+    source = arguments["self"]
+    dims = arguments.get("dim")
+    ndim = source.meta["val"].ndim
+    reduced = [dim % ndim for dim in dims] if dims else list(range(ndim))
+    if not set(reduced) & set(facts.sequence_dims(source)):
+        return None
+    write = _Writer(node)
+    total = write(
+        aten.sum.dim_IntList,
+        source,
+        reduced,
+        bool(arguments.get("keepdim")),
+        dtype=arguments.get("dtype"),
+    )
+    return write(aten.div.Tensor, total, _count(write, source, reduced, total.meta["val"].dtype))
+
+
+def _count(write: _Writer, source: fx.Node, dims: list[int], dtype: torch.dtype) -> fx.Node:
+    """The number of elements along some dims, as a tensor (its size is only known at run time)."""
+    number: int | fx.Node = 1
+    for dim in dims:
+        size = _size(write, source, dim)
+        if isinstance(number, int) and isinstance(size, int):
+            number *= size
+        else:
+            number = size if number == 1 else write(operator.mul, number, size)
+    return write(aten.full.default, [], number, dtype=dtype, device=source.meta["val"].device)
+
+
+def _mean_of_elements(facts: Facts, node: fx.Node) -> fx.Node | None:
+    arguments = arguments_of(node)
+    source = arguments["self"]
+    if arguments["reduction"] != MEAN or not facts.sequence_dims(source):
+        return None
+    write = _Writer(node)
+    total = write(node.target, *{**arguments, "reduction": SUM}.values())
+    dims = list(range(source.meta["val"].ndim))
+    return write(aten.div.Tensor, total, _count(write, source, dims, node.meta["val"].dtype))
+
+
+def _mean_of_classes(facts: Facts, node: fx.Node) -> fx.Node | None:
+    """``reduction="mean"`` over class indices divides by the (weighted) number of valid labels."""
+    arguments = arguments_of(node)
+    scores, target, weight = arguments["self"], arguments["target"], arguments["weight"]
+    if arguments["reduction"] != MEAN or not facts.sequence_dims(scores):
+        return None
+    write = _Writer(node)
+    total = write(node.target, *{**arguments, "reduction": SUM}.values())
+    dtype = node.meta["val"].dtype
+    if target.meta["val"].is_floating_point():  # class probabilities: by the number of rows
+        rows = [dim for dim in range(scores.meta["val"].ndim) if dim != 1]
+        return write(aten.div.Tensor, total, _count(write, scores, rows, dtype))
+    valid = write(aten.ne.Scalar, target, arguments["ignore_index"])
+    if weight is not None:
+        classes = write(aten.mul.Tensor, target, valid)  # an ignored label may not be a class
+        weights = write(aten.index.Tensor, weight, [classes])
+        valid = write(aten.mul.Tensor, weights, valid)
+    count = write(aten.sum.default, valid)
+    return write(aten.div.Tensor, total, write(aten.to.dtype, count, dtype))
+
+
+def _replace(node: fx.Node, new: fx.Node) -> None:
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)

@@ -1,0 +1,271 @@
+"""The pipeline: from Dynamo's graph to a plan. It reads as a table of contents.
+
+1. lower      torch-level graph -> functional ATen graph with symbolic sizes
+2. normalize  means become sums over counts, shape-only operands become sizes
+3. propagate  what each value is: outer or active, which dims grow with the sequence
+4. attend     which keys each attention needs
+5. cut        which values are kept whole between segments
+6. split      each segment's demands -> a chunk body; equal bodies are shared
+7. validate   each distinct body against its original subgraph
+8. stitch     the outer graph, one node per segment
+
+What cannot be split is found on the way: an op without a row for what is asked of it then runs
+whole, in the outer graph, and cutting starts again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import fx
+
+from ..errors import NotStreamedError, format_message
+from ..plan import Body, Options, Plan, Segment
+from .attend import Reads, attend
+from .check import check_plan
+from .cut import Cuts, Group, bytes_per_token, choose_cuts
+from .demand import Demands, NeededWhole, demand
+from .facts import Facts, find_sequence, propagate
+from .lower import lower
+from .normalize import normalize, normalize_means
+from .rules.registry import Unsplittable
+from .scope import describe, scope_of
+from .split import draws_random, split
+from .stitch import Placed, stitch
+from .validate import Validator
+
+__all__ = ["Executor", "build_plan"]
+
+_MAX_ROUNDS = 400
+
+
+class Executor:
+    """The two functions of the runtime that a plan calls; handed in, so that passes do not
+    depend on it.
+
+    Attributes:
+        run: runs a segment.
+        defer: makes a value that runs a segment when it is looked at.
+    """
+
+    def __init__(self, run: Any, defer: Any) -> None:
+        self.run = run
+        self.defer = defer
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Any:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+def build_plan(
+    captured: fx.GraphModule, examples: Sequence[Any], options: Options, executor: Executor
+) -> Plan | None:
+    """Make the plan of a captured graph.
+
+    Args:
+        captured: Dynamo's graph.
+        examples: the real inputs of the call it was captured from.
+        options: of the compilation.
+        executor: what executes segments.
+
+    Returns:
+        The plan, or ``None`` if the graph has no sequence to split.
+
+    Raises:
+        CaptureError: the graph cannot be lowered.
+        SequenceNotFoundError: ``options.seq_dim`` names no sequence.
+        NotStreamedError: ``options.strict`` and something would run whole.
+    """
+    clock = _Clock()
+    with clock("lower"):
+        lowered = lower(captured, examples)
+    with clock("normalize"):
+        normalize(lowered)
+    with clock("propagate"):
+        sequence = find_sequence(lowered, options.seq_dim)
+        if sequence is None:
+            return None
+        facts = propagate(lowered, sequence)
+        if normalize_means(facts):
+            facts = propagate(lowered, sequence)
+    with clock("attend"):
+        reads = attend(facts)
+    planner = _Planner(facts, reads, options, clock)
+    validator = Validator(facts, examples, executor.run) if options.validate else None
+    placed, cuts = planner.plan(validator)
+    if not placed:
+        return None
+    if options.strict and planner.reasons:
+        node, reason = next(iter(planner.reasons.items()))
+        raise NotStreamedError(
+            format_message(
+                f"strict=True, and {scope_of([node])} would run whole",
+                at=describe(node),
+                why=reason,
+                fix="register a rule (docs/op-rules.md), or compile with strict=False",
+            )
+        )
+    with clock("stitch"):
+        module = stitch(facts, cuts, placed, executor.run, executor.defer)
+    plan = Plan(
+        module,
+        [item.segment for item in placed if not item.deferred],
+        [(f"{scope_of([n])} ({describe(n)})", why) for n, why in planner.reasons.items()],
+        lowered.assumptions,
+        clock.seconds,
+    )
+    check_plan(facts, cuts, placed, plan)
+    return plan
+
+
+class _Planner:
+    """Cuts and splits until everything either has a body or runs whole."""
+
+    def __init__(self, facts: Facts, reads: Reads, options: Options, clock: _Clock) -> None:
+        self._facts, self._reads, self._options, self._clock = facts, reads, options, clock
+        self._forced: dict[fx.Node, fx.Node] = {}
+        self._bodies: dict[str, Body] = {}
+        self._validated: set[str] = set()
+        self.reasons: dict[fx.Node, str] = {}
+
+    def plan(self, validator: Validator | None) -> tuple[list[Placed], Cuts]:
+        for _ in range(_MAX_ROUNDS):
+            try:
+                placed, cuts = self._attempt()
+            except Unsplittable as error:
+                self._run_whole(error.node, error.reason)
+                continue
+            except NeededWhole as error:
+                self._forced[error.node] = error.user
+                continue
+            failed = self._validate(validator, placed)
+            if failed is None:
+                return placed, cuts
+        return [], Cuts()
+
+    def _run_whole(self, node: fx.Node, reason: str) -> None:
+        if node in self.reasons:
+            raise RuntimeError(f"{node} runs whole already: {reason}")
+        self.reasons[node] = reason
+
+    def _attempt(self) -> tuple[list[Placed], Cuts]:
+        facts, options = self._facts, self._options
+        with self._clock("cut"):
+            cuts = choose_cuts(
+                facts,
+                self._reads,
+                whole=self.reasons,
+                forced=self._forced,
+                segment_layers=options.segment_layers,
+            )
+        available = set(facts.outer) | cuts.whole
+        drawn: dict[fx.Node, int] = {}
+        placed: list[Placed] = []
+        for group in cuts.groups:
+            deferred = self._deferrable(group) if group is cuts.groups[-1] else []
+            now = {node: p for node, p in group.values.items() if node not in deferred}
+            placed.append(self._segment(group.position, now, available, drawn, deferred=False))
+            for node in deferred:
+                only = {node: group.values[node]}
+                placed.append(self._segment(group.position, only, available, {}, deferred=True))
+            available |= set(group.values)
+        return placed, cuts
+
+    def _segment(
+        self,
+        position: int,
+        targets: dict[fx.Node, Any],
+        available: set[fx.Node],
+        drawn: dict[fx.Node, int],
+        *,
+        deferred: bool,
+    ) -> Placed:
+        facts = self._facts
+        with self._clock("demand"):
+            demands = demand(facts, self._reads, targets, available)
+            self._draw_once(demands, position, drawn)
+        with self._clock("split"):
+            result = split(facts, demands, targets)
+        shared = self._bodies.setdefault(result.body.fingerprint, result.body)
+        nodes = [node for node in demands.recipes if node in facts.stream]
+        segment = Segment(shared, scope_of(nodes), self._options, _width(facts, nodes, available))
+        result = type(result)(shared, result.operands, result.sizes)
+        return Placed(segment, result, position, tuple(targets), deferred)
+
+    def _draw_once(self, demands: Demands, position: int, drawn: dict[fx.Node, int]) -> None:
+        """A random op must not be run by two segments, or at two placements: they would differ."""
+        for node, recipes in demands.recipes.items():
+            computed = [r for r in recipes.values() if type(r).__name__ in ("Compute", "Attend")]
+            if not computed or not draws_random(node):
+                continue
+            if len(computed) > 1 or drawn.setdefault(node, position) != position:
+                order = list(self._facts.lowered.graph.nodes)
+                raise NeededWhole(node, order[order.index(node) + 1])
+
+    def _deferrable(self, group: Group) -> list[fx.Node]:
+        """Wide outputs beside a loss (logits): most callers never look at them."""
+        facts = self._facts
+        if not any(placement.partial for placement in group.values.values()):
+            return []
+        kept = [n for n in facts.outer | facts.stream if n in facts.features]
+        narrow = max((bytes_per_token(facts, n) for n in kept), default=0.0)
+        return [
+            node
+            for node in group.values
+            if bytes_per_token(facts, node) > narrow
+            and all(user.op == "output" or facts.is_active(user) for user in node.users)
+            and any(user.op == "output" for user in node.users)
+        ]
+
+    def _validate(self, validator: Validator | None, placed: list[Placed]) -> str | None:
+        if validator is None:
+            return None
+        for item in placed:
+            fingerprint = item.split.body.fingerprint
+            if fingerprint in self._validated:
+                continue
+            with self._clock("validate"):
+                difference = _try(validator, item)
+            if difference is not None:
+                reason = f"its chunked form does not equal the original: {difference}"
+                nodes = [n for n in self._facts.stream if scope_of([n]) == item.segment.scope]
+                for node in nodes or item.values:
+                    self.reasons.setdefault(node, reason)
+                return reason
+            self._validated.add(fingerprint)
+        return None
+
+
+def _try(validator: Validator, item: Placed) -> str | None:
+    try:
+        return validator.check(item.segment, item.split, item.values)
+    except Exception as error:  # whatever a wrong body may do, it must not run
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _width(facts: Facts, nodes: Sequence[fx.Node], available: set[fx.Node]) -> int:
+    """Elements per row of the sequence of the widest value among ``nodes``."""
+    hints = facts.lowered.hints
+    widest = 1
+    for node in nodes:
+        if node in available or not facts.is_tensor(node) or not facts.sequence_dims(node):
+            continue
+        count = 1.0
+        for size in facts.shape(node):
+            count *= float(size.subs({s: hints.get(s, 2) for s in size.free_symbols}))
+        widest = max(widest, int(count / hints.get(facts.sequence, 1)))
+    return widest
+
+

@@ -1,0 +1,26 @@
+"""The sequence rules of ops: one table, by family.
+
+Importing this package fills the registry.
+"""
+
+from . import attention, contraction, creation, indexing, loss, pointwise, reduction, views
+from .registry import Operand, Row, Unsplittable, pull, rewrite_arguments, rows_of, rule, sum_rows
+
+__all__ = [
+    "Operand",
+    "Row",
+    "Unsplittable",
+    "attention",
+    "contraction",
+    "creation",
+    "indexing",
+    "loss",
+    "pointwise",
+    "pull",
+    "reduction",
+    "rewrite_arguments",
+    "rows_of",
+    "rule",
+    "sum_rows",
+    "views",
+]

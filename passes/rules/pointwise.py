@@ -1,0 +1,83 @@
+"""Ops that treat every element by itself, with broadcasting; and those of them that are linear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...placement import Chunk, Placement, Sum, Whole
+from .registry import Operand, rule
+
+aten = torch.ops.aten
+
+# Pointwise, but without the tag that says so.
+_UNTAGGED = {
+    aten.__and__.Tensor,
+    aten.__and__.Scalar,
+    aten.__or__.Tensor,
+    aten.__or__.Scalar,
+    aten.__xor__.Tensor,
+    aten._to_copy.default,
+    aten.alias.default,
+    aten.bernoulli.p,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.detach.default,
+    aten.dropout.default,
+    aten.isfinite.default,
+    aten.isinf.default,
+    aten.isnan.default,
+    aten.lift_fresh_copy.default,
+    aten.log_sigmoid.default,
+    aten.mish.default,
+    aten.native_dropout.default,
+    aten.prelu.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.rrelu.default,
+    aten.selu.default,
+    aten.celu.default,
+    aten.to.device,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.other,
+    aten.alpha_dropout.default,
+}
+
+# Linear in the operands together (a sum of shares goes through).
+_ADDITIVE = {aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default}
+_CASTS = {aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.alias.default}
+# Linear in the first operand, the others being the same for every chunk.
+_SCALING = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
+
+
+def _is_pointwise(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in target.tags and not target._schema.is_mutable
+
+
+def broadcast(operand: Operand, out: Operand, dim: int) -> Placement:
+    """What an operand holds when dim ``dim`` of the broadcast output is split."""
+    own = dim - (out.ndim - operand.ndim)
+    if own < 0 or (operand.shape[own] == 1 and out.shape[dim] != 1):
+        return Whole
+    return Chunk(own)
+
+
+@rule(*_UNTAGGED, family=_is_pointwise)
+def pointwise(out: Any, operands: list[Operand], target: Any) -> Iterator[tuple[Placement, ...]]:
+    if isinstance(out, list):
+        out = out[0]
+    for dim in range(out.ndim):
+        yield Chunk(dim), *(broadcast(operand, out, dim) for operand in operands)
+    floating = all(operand.dtype.is_floating_point for operand in operands)
+    if target in _ADDITIVE or (target in _CASTS and floating and out.dtype.is_floating_point):
+        if len(operands) == 1 or all(operand.shape == out.shape for operand in operands):
+            yield Sum, *(Sum for _ in operands)
+    if target in _SCALING and operands:
+        yield Sum, Sum, *(Whole for _ in operands[1:])
+        if target is aten.mul.Tensor and len(operands) == 2:
+            yield Sum, Whole, Sum

@@ -1,0 +1,316 @@
+"""The registry of sequence rules, and how rows are read.
+
+A rule is a generator of rows, output first::
+
+    @rule(aten.mm.default)
+    def mm(self, mat2):                  # out      <- self, mat2
+        yield Chunk(0), Chunk(0), Whole  # rows are independent
+        yield Chunk(1), Whole, Chunk(1)
+        yield Sum, Chunk(1), Chunk(0)    # the contracted dim is the sequence
+
+A row says: *if every chunk holds these parts of the operands, running the op on them gives that
+part of the output*. Parameters of the generator are named as in the op's schema; tensors arrive
+as :class:`Operand` (shapes as expressions, no data), everything else as it stands in the graph.
+``out`` is the output. Placements of tensor operands follow in the order of the schema, a list of
+tensors counting one by one; an absent optional tensor counts for none.
+
+A ``Chunk(dim)`` row holds for any range of that dim (rows, a prefix, a window) and, unless the
+row itself names factors, for any merged dim too. Dims that are split together are looked up one
+at a time and their operands' placements are joined.
+
+Ops that take sizes need them rewritten: ``sizes="size"`` names the argument that spells the
+output's shape; ``rewrite=`` gives a function for the rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from ...placement import Kind, Placement, Span, Sum, Whole
+
+__all__ = [
+    "Operand",
+    "Row",
+    "Unsplittable",
+    "operands_of",
+    "pull",
+    "rewrite_arguments",
+    "rows_of",
+    "rule",
+    "sum_rows",
+]
+
+
+class Unsplittable(Exception):
+    """A node cannot give what is asked of it chunk by chunk.
+
+    Attributes:
+        node: the node of the lowered graph.
+        reason: one sentence for the report.
+    """
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(f"{node}: {reason}")
+        self.node = node
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor as a rule sees it: its shape in symbols and its dtype."""
+
+    shape: tuple[sympy.Expr, ...]
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a rule: the output's placement and the operands'."""
+
+    out: Placement
+    operands: tuple[Placement, ...]
+
+    @property
+    def exact_factors(self) -> bool:
+        """Whether the row holds only for the factors of merged dims that it names."""
+        return any(span.merged for p in (self.out, *self.operands) for _, span in p.spans)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    function: Callable[..., Iterator[tuple[Placement, ...]]]
+    sizes: str | None
+    rewrite: Callable[..., dict[str, Any]] | None
+
+
+_RULES: dict[Any, _Rule] = {}
+_FAMILIES: list[tuple[Callable[[Any], bool], _Rule]] = []
+
+
+def rule(
+    *ops: Any,
+    sizes: str | None = None,
+    rewrite: Callable[..., dict[str, Any]] | None = None,
+    family: Callable[[Any], bool] | None = None,
+) -> Callable:
+    """Register a generator of rows for ``ops`` (see the module's text).
+
+    Args:
+        ops: the op overloads it holds for.
+        sizes: the schema's name of the argument that spells the output's shape.
+        rewrite: ``rewrite(arguments, placement, sizes_of_the_chunk) -> arguments`` for other
+            arguments that depend on where the chunk lies.
+        family: a test that makes the rule hold for every op it accepts that has none of its own.
+    """
+
+    def register(function: Callable) -> Callable:
+        entry = _Rule(function, sizes, rewrite)
+        for op in ops:
+            _RULES[op] = entry
+        if family is not None:
+            _FAMILIES.append((family, entry))
+        return function
+
+    return register
+
+
+def _find(target: Any) -> _Rule | None:
+    found = _RULES.get(target)
+    if found is None:
+        found = next((entry for accepts, entry in _FAMILIES if accepts(target)), None)
+    return found
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """A node's arguments by their names in the op's schema, defaults filled in."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return {f"arg{index}": value for index, value in enumerate(node.args)}
+    named = {}
+    for index, argument in enumerate(target._schema.arguments):
+        if index < len(node.args):
+            named[argument.name] = node.args[index]
+        elif argument.name in node.kwargs:
+            named[argument.name] = node.kwargs[argument.name]
+        else:
+            named[argument.name] = argument.default_value if argument.has_default_value() else None
+    return named
+
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands of a node in schema order, lists flattened, absent ones left out."""
+    found: list[fx.Node] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, fx.Node):
+            if isinstance(value.meta.get("val"), (torch.Tensor, tuple, list)):
+                found.append(value)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item)
+
+    for value in arguments_of(node).values():
+        visit(value)
+    return found
+
+
+def rows_of(node: fx.Node, shape: Callable[[fx.Node], tuple[sympy.Expr, ...]]) -> tuple[Row, ...]:
+    """All rows of a node's rule, dims counted from the front; none if it has no rule.
+
+    Args:
+        node: a node of the lowered graph.
+        shape: gives a node's shape as expressions.
+    """
+    cached = node.meta.get("rows")
+    if cached is not None:
+        return cached
+    entry = _find(node.target)
+    rows: tuple[Row, ...] = ()
+    if entry is not None:
+        operands = operands_of(node)
+        ranks = [_rank(operand) for operand in operands]
+        out_rank = _rank(node)
+        rows = tuple(
+            Row(
+                out.normalized(out_rank),
+                tuple(p.normalized(rank) for p, rank in zip(ins, ranks, strict=True)),
+            )
+            for out, *ins in entry.function(**_bind(entry.function, node, shape))
+        )
+    node.meta["rows"] = rows
+    return rows
+
+
+def _rank(node: fx.Node) -> int:
+    value = node.meta["val"]
+    while isinstance(value, (tuple, list)):
+        value = value[0]
+    return value.ndim
+
+
+def _bind(function: Callable, node: fx.Node, shape: Callable) -> dict[str, Any]:
+    def as_operand(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            held = value.meta.get("val")
+            if isinstance(held, torch.Tensor):
+                return Operand(shape(value), held.dtype)
+            return held
+        if isinstance(value, (list, tuple)):
+            return [as_operand(item) for item in value]
+        return value
+
+    named = arguments_of(node)
+    wanted = inspect.signature(function).parameters
+    bound = {name: as_operand(named[name]) for name in wanted if name in named}
+    if "out" in wanted and "out" not in bound:
+        bound["out"] = as_operand(node)
+    if "operands" in wanted and "operands" not in bound:
+        bound["operands"] = [as_operand(operand) for operand in operands_of(node)]
+    if "target" in wanted and "target" not in bound:
+        bound["target"] = node.target
+    return bound
+
+
+def pull(
+    node: fx.Node, placement: Placement, shape: Callable[[fx.Node], tuple[sympy.Expr, ...]]
+) -> tuple[Placement, ...]:
+    """What the operands have to hold so that the node gives ``placement``.
+
+    Raises:
+        Unsplittable: no row of the op's rule gives it.
+    """
+    rows = rows_of(node, shape)
+    operands = operands_of(node)
+    result = [Whole] * len(operands)
+    for dim, span in placement.spans:
+        row = next((row for row in rows if _gives(row, dim, span)), None)
+        if row is None:
+            raise Unsplittable(node, _missing(node, rows, dim, span))
+        for index, operand in enumerate(row.operands):
+            result[index] = result[index] | _with_range(operand, span, row.exact_factors)
+    return tuple(result)
+
+
+def _missing(node: fx.Node, rows: tuple[Row, ...], dim: int, span: Span) -> str:
+    if not rows:
+        return f"no sequence rule for {node.target}"
+    return f"{node.target} mixes positions along dim {dim} ({span})"
+
+
+def _gives(row: Row, dim: int, span: Span) -> bool:
+    if row.out.partial or len(row.out.spans) != 1:
+        return False
+    row_dim, row_span = row.out.spans[0]
+    if row_dim != dim:
+        return False
+    return not row.exact_factors or (
+        row_span.outer == span.outer and row_span.inner == span.inner
+    )
+
+
+def _with_range(operand: Placement, span: Span, exact_factors: bool) -> Placement:
+    """A row's operand placement, holding the range that was asked for instead of plain rows."""
+    spans = []
+    for dim, own in operand.spans:
+        factors = (own.outer, own.inner) if exact_factors else (span.outer, span.inner)
+        spans.append((dim, Span(span.kind, span.window, *factors)))
+    return Placement(tuple(spans))
+
+
+def sum_rows(
+    node: fx.Node, shape: Callable[[fx.Node], tuple[sympy.Expr, ...]]
+) -> Iterator[tuple[Placement, ...]]:
+    """The operands' placements of the rows that give a share of a sum."""
+    for row in rows_of(node, shape):
+        if row.out == Sum:
+            yield row.operands
+
+
+def contracted(
+    node: fx.Node, span: Span, shape: Callable[[fx.Node], tuple[sympy.Expr, ...]]
+) -> tuple[Placement, ...]:
+    """What the operands hold of the dim that a contraction sums over, restricted to ``span``."""
+    for row in sum_rows(node, shape):
+        if all(p.spans for p in row) or any(p.spans for p in row):
+            return tuple(
+                Placement(tuple((dim, Span(span.kind, span.window)) for dim, _ in p.spans))
+                for p in row
+            )
+    raise Unsplittable(node, f"{node.target} has no row for its contracted dim")
+
+
+def rewrite_arguments(
+    node: fx.Node, placement: Placement, arguments: dict[str, Any], chunk: Any
+) -> dict[str, Any]:
+    """The node's arguments as the chunk's own call needs them.
+
+    Args:
+        node: the node of the lowered graph.
+        placement: what the node is to give.
+        arguments: its arguments by schema name, tensors already those of the chunk.
+        chunk: gives sizes (``chunk.size(expr, span)``, ``chunk.first(span)``) as graph values.
+    """
+    entry = _find(node.target)
+    if entry is None:
+        return arguments
+    if entry.sizes is not None:
+        arguments = {**arguments, entry.sizes: chunk.sizes(node, placement)}
+    if entry.rewrite is not None:
+        arguments = entry.rewrite(node, arguments, placement, chunk)
+    return arguments
+
+
+def is_rows(span: Span) -> bool:
+    """Whether a span is the chunk's own rows."""
+    return span.kind is Kind.ROWS

@@ -1,0 +1,404 @@
+"""Split: write the chunk body of a segment from its demands.
+
+Requests are met in graph order, each by one node of the body's graph. Sizes are written anew: the
+sequence's length becomes the chunk's on a dim of rows and the prefix's on a dim of keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from .. import attention, primitives
+from ..placement import Kind, Placement, Span
+from ..plan import Body, BodyInput, BodyOutput, CacheSpec
+from .demand import Attend, Compute, Demands, Input, ReadKeys
+from .facts import Facts
+from .lower import Region
+from .rules.registry import Unsplittable, arguments_of, operands_of, rewrite_arguments
+
+__all__ = ["SplitSegment", "draws_random", "split"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class SplitSegment:
+    """A chunk body with where its inputs come from.
+
+    Attributes:
+        body: the code.
+        operands: nodes of the lowered graph that are the segment's tensor operands.
+        sizes: symbols whose values the body takes.
+    """
+
+    body: Body
+    operands: tuple[fx.Node, ...]
+    sizes: tuple[sympy.Symbol, ...]
+
+
+def split(facts: Facts, demands: Demands, targets: dict[fx.Node, Placement]) -> SplitSegment:
+    """Write the body that gives ``targets``."""
+    return _Writer(facts).write(demands, targets)
+
+
+def draws_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers in this call (a dropout of zero does not)."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    arguments = arguments_of(node)
+    if "dropout_p" in arguments:
+        return arguments["dropout_p"] > 0
+    if target is aten.dropout.default or target is aten.native_dropout.default:
+        return bool(arguments.get("train", True)) and arguments["p"] > 0
+    return True
+
+
+class _Writer:
+    """Builds one body. Also the ``chunk`` that rules see when they rewrite arguments."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._graph = fx.Graph()
+        self._start = self._graph.placeholder("start")
+        self._end = self._graph.placeholder("end")
+        self._length = self._graph.placeholder("length")
+        self._last_placeholder = self._length
+        self._sizes: dict[sympy.Symbol, fx.Node] = {}
+        self._operands: dict[fx.Node, int] = {}
+        self._inputs: dict[tuple[fx.Node, Placement], fx.Node] = {}
+        self._tensor_inputs: list[tuple[BodyInput, fx.Node]] = []
+        self._caches: list[tuple[CacheSpec, fx.Node]] = []
+        self._reads: list[fx.Node] = []
+        self._replay: fx.Node | None = None
+        self._num_random = 0
+        self._values: dict[tuple[fx.Node, Placement], fx.Node] = {}
+        self._parts: dict[tuple[fx.Node, Placement], tuple[fx.Node, fx.Node]] = {}
+        self._memo: dict[tuple, Any] = {}
+        self._wanted_in_parts: set[tuple[fx.Node, Placement]] = set()
+        self._trace: list[str] = []
+
+    # -- what rules may ask ------------------------------------------------------------------
+
+    def shape(self, node: fx.Node) -> tuple[sympy.Expr, ...]:
+        return self._facts.shape(node)
+
+    def is_sequence(self, size: sympy.Expr) -> bool:
+        return self._facts.is_sequence(size)
+
+    def add(self, left: Any, right: Any) -> Any:
+        return self._arithmetic(operator.add, left, right)
+
+    def subtract(self, left: Any, right: Any) -> Any:
+        return self._arithmetic(operator.sub, left, right)
+
+    def first(self, span: Span) -> Any:
+        """The position at which a span begins."""
+        if span.kind is Kind.ROWS:
+            return self._start
+        if span.window is None:
+            return 0
+        return self._call(primitives.keys_start, self._start, span.window)
+
+    def size(self, size: sympy.Expr, span: Span | None = None) -> Any:
+        """A size of the chunk's own tensor, as a number or a node."""
+        if span is None:
+            return self._expression(size)
+        middle = sympy.cancel(size / (span.outer * span.inner))
+        surplus = int(middle - self._facts.sequence)
+        first, last = self.first(span), self._end
+        if surplus < 0:  # the last chunk ends earlier
+            bound = self.add(self._length, surplus)
+            first, last = self._call(min, first, bound), self._call(min, last, bound)
+        elif surplus > 0:
+            raise ValueError("a value longer than the sequence cannot be cut into its chunks")
+        length = self.subtract(last, first)
+        factors = self._expression(span.outer * span.inner)
+        return self._arithmetic(operator.mul, length, factors)
+
+    def sizes(self, node: fx.Node, placement: Placement) -> list[Any]:
+        """The shape of the chunk's own tensor."""
+        spans = placement.dims
+        return [self.size(size, spans.get(dim)) for dim, size in enumerate(self.shape(node))]
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def write(self, demands: Demands, targets: dict[fx.Node, Placement]) -> SplitSegment:
+        """Write every request, then close the graph."""
+        requests = list(demands.items())
+        users = [r for _, _, r in requests if isinstance(r, (Compute, Attend))]
+        in_parts = {i for r in users if _takes_parts(r) for i in r.operands[1:3]}
+        in_one = {i for r in users for i in r.operands if not _takes_parts(r)}
+        self._wanted_in_parts = in_parts - in_one
+        for node, placement, recipe in requests:
+            match recipe:
+                case Input():
+                    self._values[node, placement] = self._input(node, placement)
+                case ReadKeys():
+                    self._read(node, placement, recipe)
+                case Compute():
+                    self._values[node, placement] = self._compute(node, placement, recipe)
+                case Attend():
+                    self._values[node, placement] = self._attend(node, recipe)
+        outputs = tuple(self._values[item] for item in targets.items())
+        return self._close(targets, outputs)
+
+    def _close(self, targets: dict[fx.Node, Placement], outputs: tuple) -> SplitSegment:
+        if self._replay is None:
+            self._replay = self._placeholder("replay")
+        placeholders = [
+            self._start, self._end, self._length, *self._sizes.values(),
+            *(node for _, node in self._tensor_inputs),
+            *(node for _, node in self._caches), self._replay,
+        ]  # fmt: skip
+        module = _finish(self._graph, placeholders, outputs)
+        fill = _finish(self._graph, placeholders, tuple(self._reads)) if self._reads else None
+        body = Body(
+            module=module,
+            fill=fill,
+            inputs=tuple(spec for spec, _ in self._tensor_inputs),
+            outputs=tuple(self._output(node, p) for node, p in targets.items()),
+            caches=tuple(spec for spec, _ in self._caches),
+            num_random=self._num_random,
+            fingerprint=self._fingerprint(module, targets),
+        )
+        return SplitSegment(body, tuple(self._operands), tuple(self._sizes))
+
+    def _output(self, node: fx.Node, placement: Placement) -> BodyOutput:
+        needs_grad = node in self._facts.needs_grad
+        if placement.partial:
+            return BodyOutput(placement, 0, needs_grad, scalar=not self.shape(node))
+        size = self.shape(node)[placement.rows_dim]
+        surplus = sympy.cancel(size - self._facts.sequence)
+        if not surplus.is_Integer or surplus > 0:
+            raise Unsplittable(node, f"a value of length {size} leaves the segment")
+        return BodyOutput(placement, int(surplus), needs_grad)
+
+    def _fingerprint(self, module: fx.GraphModule, targets: dict) -> str:
+        shapes = [
+            (str(self.shape(node)), str(node.meta["val"].dtype))
+            for node in (*self._operands, *targets)
+            if self._facts.is_tensor(node)
+        ]
+        text = "\n".join([module.code, repr(shapes), *self._trace])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _input(self, node: fx.Node, placement: Placement) -> fx.Node:
+        known = self._inputs.get((node, placement))
+        if known is None:
+            operand = self._operands.setdefault(node, len(self._operands))
+            known = self._placeholder(f"in_{len(self._tensor_inputs)}")
+            self._inputs[node, placement] = known
+            self._tensor_inputs.append((BodyInput(operand, placement), known))
+            self._trace.append(f"{known.name}: {placement} of operand {operand}")
+        return known
+
+    def _read(self, node: fx.Node, placement: Placement, recipe: ReadKeys) -> None:
+        rows = Placement(((recipe.dim, Span()),))
+        cache = self._placeholder(f"cache_{len(self._caches)}")
+        self._caches.append((CacheSpec(recipe.dim), cache))
+        self._trace.append(f"{cache.name} along {recipe.dim}")
+        x, first = self._values[node, rows], self.first(recipe.span)
+        if (node, placement) in self._wanted_in_parts:
+            both = self._call(
+                primitives.cached_parts, x, cache, first, self._start, self._end, once=False
+            )
+            self._reads.append(both)
+            self._parts[node, placement] = (
+                self._call(operator.getitem, both, 0),
+                self._call(operator.getitem, both, 1),
+            )
+        else:
+            read = self._call(
+                primitives.cached_read, x, cache, first, self._start, self._end, once=False
+            )
+            self._reads.append(read)
+            self._values[node, placement] = read
+
+    def _compute(self, node: fx.Node, placement: Placement, recipe: Compute) -> fx.Node:
+        given = iter([self._values[item] for item in recipe.operands])
+        arguments = {name: self._own(value, given) for name, value in arguments_of(node).items()}
+        if isinstance(node.target, torch._ops.OpOverload):
+            arguments = rewrite_arguments(node, placement, arguments, self)
+            args, kwargs = _as_call(node.target, arguments)
+        else:
+            args, kwargs = tuple(arguments.values()), {}
+        return self._op(node, node.target, args, kwargs)
+
+    def _attend(self, node: fx.Node, recipe: Attend) -> fx.Node:
+        arguments = arguments_of(node)
+        scale, dropout_p = arguments["scale"], arguments["dropout_p"]
+        query, *rest = recipe.operands
+        q = self._values[query]
+        if recipe.parts:
+            (kb, k), (vb, v) = (self._in_parts(item) for item in rest[:2])
+            return self._op(
+                node, attention.causal_attention, (q, kb, k, vb, v, scale, recipe.grouped), {}
+            )
+        k, v = (self._values[item] for item in rest[:2])
+        if recipe.read.causal:
+            first = self.first(recipe.read.span)
+            args = (q, k, v, self._start, first, recipe.read.span.window, dropout_p, scale)
+            return self._op(node, attention.banded_attention, (*args, recipe.grouped), {})
+        mask = self._values[rest[2]] if len(rest) > 2 else None
+        kwargs = {"scale": scale, "enable_gqa": recipe.grouped}
+        return self._op(node, node.target, (q, k, v, mask, dropout_p), kwargs)
+
+    def _in_parts(self, item: tuple[fx.Node, Placement]) -> tuple[fx.Node, fx.Node]:
+        """Keys before the chunk and the chunk's own."""
+        if item not in self._parts:
+            dim = next(iter(item[1].dims))
+            value = self._values[item]
+            before = self._call(aten.slice.Tensor, value, dim, 0, self._start)
+            own = self._call(aten.slice.Tensor, value, dim, self._start, self._end)
+            self._parts[item] = (before, own)
+        return self._parts[item]
+
+    def _op(self, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> fx.Node:
+        """Write one op under the contexts it was traced under."""
+        region: Region = node.meta["region"]
+        if not region.grad and target is not operator.getitem:
+            args, kwargs = fx.node.map_arg((args, kwargs), self._detached)
+        contexts = [
+            self._graph.call_function(torch.amp.autocast_mode._enter_autocast, autocast)
+            for autocast in region.autocast
+        ]
+        if draws_random(node):
+            self._replay = self._replay or self._placeholder("replay")
+            args = (self._replay, self._num_random, target, *args)
+            target = primitives.replayed
+            self._num_random += 1
+        new = self._graph.call_function(target, args, kwargs)
+        new.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack")}
+        for context in reversed(contexts):
+            self._graph.call_function(torch.amp.autocast_mode._exit_autocast, (context,))
+        self._trace.append(getattr(node.target, "fingerprint", "") and repr(node.target.fingerprint))
+        return new
+
+    def _detached(self, value: fx.Node) -> fx.Node:
+        if value in self._plain_values():
+            return value
+        return self._call(aten.detach.default, value)
+
+    def _plain_values(self) -> set[fx.Node]:
+        """Nodes of the body that are no tensors."""
+        return {self._start, self._end, self._length, self._replay, *self._sizes.values()} | {
+            n for n in self._memo.values() if isinstance(n, fx.Node) and n.target in _NUMBERS
+        }
+
+    def _own(self, value: Any, given: Any) -> Any:
+        """An argument of the chunk's own call."""
+        if isinstance(value, fx.Node):
+            held = value.meta.get("val")
+            if isinstance(held, (torch.Tensor, tuple, list)):
+                return next(given)
+            if isinstance(held, torch.SymInt):
+                return self._expression(self._facts.lowered.expr(held))
+            return held
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._own(item, given) for item in value)
+        return value
+
+    # -- numbers -----------------------------------------------------------------------------
+
+    def _expression(self, expr: sympy.Expr) -> Any:
+        """A size of the whole values, as a number or a node."""
+        if expr.is_Integer:
+            return int(expr)
+        if expr == self._facts.sequence:
+            return self._length
+        if isinstance(expr, sympy.Symbol):
+            if expr not in self._sizes:
+                self._sizes[expr] = self._placeholder(f"size_{len(self._sizes)}")
+            return self._sizes[expr]
+        function = _OPERATORS.get(expr.func) or _OPERATORS.get(expr.func.__name__)
+        if function is None:
+            raise ValueError(f"no way to write the size {expr}")
+        result, *rest = (self._expression(arg) for arg in expr.args)
+        for value in rest:
+            result = self._arithmetic(function, result, value)
+        return result
+
+    def _arithmetic(self, function: Callable, left: Any, right: Any) -> Any:
+        if not isinstance(left, fx.Node) and not isinstance(right, fx.Node):
+            return function(left, right)
+        neutral = 1 if function is operator.mul else 0
+        if right == neutral and function in (operator.add, operator.sub, operator.mul):
+            return left
+        return self._call(function, left, right)
+
+    def _call(self, function: Callable, *args: Any, once: bool = True) -> fx.Node:
+        key = (function, *args)
+        if not once or key not in self._memo:
+            self._memo[key] = self._graph.call_function(function, args)
+        return self._memo[key]
+
+    def _placeholder(self, name: str) -> fx.Node:
+        with self._graph.inserting_after(self._last_placeholder):
+            self._last_placeholder = self._graph.placeholder(name)
+        return self._last_placeholder
+
+
+def _takes_parts(recipe: Compute | Attend) -> bool:
+    return isinstance(recipe, Attend) and recipe.parts
+
+
+_OPERATORS: dict[Any, Callable] = {
+    sympy.Add: operator.add,
+    sympy.Mul: operator.mul,
+    sympy.Pow: operator.pow,
+    "FloorDiv": operator.floordiv,
+    "PythonMod": operator.mod,
+    "Mod": operator.mod,
+    "Max": max,
+    "Min": min,
+}
+_NUMBERS = {*_OPERATORS.values(), operator.sub, primitives.keys_start}
+
+
+def _as_call(target: torch._ops.OpOverload, arguments: dict[str, Any]) -> tuple[tuple, dict]:
+    args, kwargs = [], {}
+    for argument in target._schema.arguments:
+        value = arguments[argument.name]
+        if argument.kwarg_only:
+            if not argument.has_default_value() or value != argument.default_value:
+                kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return tuple(args), kwargs
+
+
+def _finish(graph: fx.Graph, placeholders: list[fx.Node], outputs: tuple) -> fx.GraphModule:
+    """A module with exactly these inputs, in this order, and these outputs."""
+    new, copies = fx.Graph(), {}
+    for node in placeholders:
+        copies[node] = new.placeholder(node.name)
+    needed = _ancestors(outputs)
+    for node in graph.nodes:
+        context = getattr(node.target, "__name__", "") in ("_enter_autocast", "_exit_autocast")
+        if node.op != "placeholder" and (node in needed or context):
+            copies[node] = new.node_copy(node, lambda n: copies[n])
+    new.output(tuple(copies[node] for node in outputs))
+    new.lint()
+    return fx.GraphModule(torch.nn.Module(), new, class_name="ChunkBody")
+
+
+def _ancestors(outputs: tuple) -> set[fx.Node]:
+    needed: set[fx.Node] = set()
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    return needed

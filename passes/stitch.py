@@ -1,0 +1,172 @@
+"""Stitch: the outer graph, in which each segment is one node.
+
+Outer ops (prologue, entry, whole ops, tail) stay as they are, in their order; a segment runs
+where its cut is; the tail comes last.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from ..plan import Segment
+from .cut import Cuts
+from .facts import Facts
+from .lower import Region
+from .split import SplitSegment
+
+__all__ = ["Placed", "stitch"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A segment with its place in the outer graph.
+
+    Attributes:
+        position: it runs before the node of this index.
+        values: the nodes it gives, in the order of its outputs.
+        deferred: whether it runs only when its (single) value is looked at.
+    """
+
+    segment: Segment
+    split: SplitSegment
+    position: int
+    values: tuple[fx.Node, ...]
+    deferred: bool = False
+
+
+def stitch(
+    facts: Facts, cuts: Cuts, placed: Sequence[Placed], run: Any, defer: Any
+) -> fx.GraphModule:
+    """Build the outer graph module.
+
+    Args:
+        facts: of the lowered graph.
+        cuts: its groups, tail and whole nodes.
+        placed: the segments.
+        run: the runtime's function that runs a segment.
+        defer: the runtime's function that defers one.
+    """
+    return _Stitching(facts, cuts, run, defer).build(placed)
+
+
+class _Stitching:
+    def __init__(self, facts: Facts, cuts: Cuts, run: Any, defer: Any) -> None:
+        self._facts, self._cuts = facts, cuts
+        self._run, self._defer = run, defer
+        self._graph = fx.Graph()
+        self._new: dict[fx.Node, fx.Node] = {}
+        self._sizes: dict[sympy.Symbol, fx.Node] = {}
+        self._segments = torch.nn.Module()
+
+    def build(self, placed: Sequence[Placed]) -> fx.GraphModule:
+        order = list(self._facts.lowered.graph.nodes)
+        inside = self._facts.stream | {n for n in order if self._facts.is_active(n)}
+        for index, node in enumerate(order):
+            if node.op == "output":
+                continue
+            self._place_segments(placed, index)
+            if node in self._cuts.whole or (node not in inside and node not in self._cuts.tail):
+                self._copy(node)
+        self._place_segments(placed, len(order))
+        for node in order:
+            if node in self._cuts.tail:
+                self._copy(node)
+        (output,) = (node for node in order if node.op == "output")
+        self._graph.output(fx.node.map_arg(output.args[0], lambda n: self._new[n]))
+        self._graph.eliminate_dead_code(is_impure_node=_is_kept)
+        self._graph.lint()
+        for node in self._graph.nodes:
+            if node.op == "get_attr" and not hasattr(self._segments, node.target):
+                setattr(self._segments, node.target, getattr(self._facts.lowered.module, node.target))
+        return fx.GraphModule(self._segments, self._graph, class_name="Outer")
+
+    def _place_segments(self, placed: Sequence[Placed], index: int) -> None:
+        for item in placed:
+            if item.position != index:
+                continue
+            length = self._size(self._facts.sequence)
+            sizes = tuple(self._size(symbol) for symbol in item.split.sizes)
+            operands = tuple(self._new[node] for node in item.split.operands)
+            name = f"segment_{len(self._segments.__dict__)}"
+            setattr(self._segments, name, item.segment)
+            segment = self._graph.get_attr(name)
+            if item.deferred:
+                (value,) = item.values
+                shape = [self._expression(size) for size in self._facts.shape(value)]
+                args = (segment, shape, value.meta["val"].dtype, length, sizes, operands)
+                self._new[value] = self._graph.call_function(self._defer, args)
+                continue
+            call = self._graph.call_function(self._run, (segment, length, sizes, operands))
+            for slot, value in enumerate(item.values):
+                self._new[value] = self._graph.call_function(operator.getitem, (call, slot))
+
+    def _copy(self, node: fx.Node) -> None:
+        """Copy an outer op, under the contexts it was traced under."""
+        if node.op != "call_function" or node.target is operator.getitem:
+            self._new[node] = self._graph.node_copy(node, self._lookup)
+            return
+        region: Region = node.meta["region"]
+        operands = {operand: self._lookup(operand) for operand in node.all_input_nodes}
+        contexts = [
+            self._graph.call_function(torch.amp.autocast_mode._enter_autocast, autocast)
+            for autocast in region.autocast
+        ]
+        if not region.grad:
+            self._graph.call_function(torch._C._set_grad_enabled, (False,))
+        self._new[node] = self._graph.node_copy(node, operands.__getitem__)
+        if not region.grad:
+            self._graph.call_function(torch._C._set_grad_enabled, (True,))
+        for context in reversed(contexts):
+            self._graph.call_function(torch.amp.autocast_mode._exit_autocast, (context,))
+
+    def _lookup(self, node: fx.Node) -> fx.Node:
+        """The new node; a mask or position bias that a whole op needs is computed whole."""
+        if node not in self._new and node not in self._facts.stream:
+            self._copy(node)
+        return self._new[node]
+
+    def _size(self, symbol: sympy.Symbol) -> fx.Node:
+        """The value of a symbol: an input, or the size of one."""
+        if symbol in self._sizes:
+            return self._sizes[symbol]
+        lowered = self._facts.lowered
+        for node in lowered.placeholders:
+            held = node.meta.get("val")
+            if isinstance(held, torch.SymInt) and lowered.expr(held) == symbol:
+                self._sizes[symbol] = self._new[node]
+                return self._new[node]
+        for node in lowered.placeholders:
+            held = node.meta.get("val")
+            if isinstance(held, torch.Tensor) and symbol in lowered.shape(node):
+                dim = lowered.shape(node).index(symbol)
+                self._sizes[symbol] = self._graph.call_function(
+                    aten.sym_size.int, (self._new[node], dim)
+                )
+                return self._sizes[symbol]
+        raise KeyError(f"no input has the size {symbol}")
+
+    def _expression(self, expr: sympy.Expr) -> Any:
+        if expr.is_Integer:
+            return int(expr)
+        if isinstance(expr, sympy.Symbol):
+            return self._size(expr)
+        function = {sympy.Add: operator.add, sympy.Mul: operator.mul}[expr.func]
+        result, *rest = (self._expression(arg) for arg in expr.args)
+        for value in rest:
+            result = self._graph.call_function(function, (result, value))
+        return result
+
+
+def _is_kept(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output") or node.target is torch._C._set_grad_enabled:
+        return True
+    return getattr(node.target, "__name__", "") in ("_enter_autocast", "_exit_autocast")

@@ -1,0 +1,283 @@
+"""Validate: run each distinct body against its original subgraph before it is ever used.
+
+Both run in float64 on a short sequence cut into uneven chunks, with random activations and
+random cotangents; token ids, labels, masks and positions are taken from the real inputs, at
+evenly spaced places. Random ops are silenced on both sides. Outputs and the gradients of every
+operand have to agree to 1e-9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from .. import attention, primitives
+from ..plan import Segment
+from .facts import Facts
+from .rules.attention import SDPA
+from .split import SplitSegment, draws_random
+
+__all__ = ["Validator", "uneven_bounds"]
+
+aten = torch.ops.aten
+
+TOLERANCE = 1e-9
+_LENGTHS = (11, 13, 17, 23, 37, 61, 127, 257, 509)
+_BATCH = 2
+
+RunSegment = Callable[..., tuple[Tensor, ...]]
+
+
+def uneven_bounds(length: int) -> list[int]:
+    """Chunks of different sizes, one of them a single row."""
+    return sorted({0, length // 3 + 1, length // 3 + 2, length - 2, length} & set(range(length + 1)))
+
+
+class Validator:
+    """Tries segments of one captured graph.
+
+    Args:
+        facts: of the graph.
+        examples: the real inputs of the captured call, in the graph's order.
+        run: the runtime's function that runs a segment.
+    """
+
+    def __init__(self, facts: Facts, examples: Sequence[Any], run: RunSegment) -> None:
+        self._facts = facts
+        self._examples = dict(zip(facts.lowered.placeholders, examples))
+        self._run = run
+        self._length = self._choose_length()
+        self._values: dict[fx.Node, Any] = {}
+        self._generator = torch.Generator().manual_seed(0)
+
+    def check(self, segment: Segment, split: SplitSegment, values: Sequence[fx.Node]) -> str | None:
+        """Compare a segment with the original.
+
+        Returns:
+            What differs, in one sentence, or ``None`` if nothing does.
+        """
+        if self._length is None:
+            return None
+        module, fill = (m and _in_double(m) for m in (segment.body.module, segment.body.fill))
+        body = replace(segment.body, module=module, fill=fill)
+        options = replace(segment.options, accumulate_dtype=torch.float64)
+        segment = replace(segment, body=body, options=options)
+        operands = [self._leaf(node) for node in split.operands]
+        sizes = [self._number(symbol) for symbol in split.sizes]
+        with torch.enable_grad():
+            expected = self._original(split, operands, values)
+            got = self._run(
+                segment, self._length, sizes, operands, bounds=uneven_bounds(self._length)
+            )
+            return self._compare(split, operands, values, expected, got)
+
+    # -- comparing ---------------------------------------------------------------------------
+
+    def _compare(
+        self,
+        split: SplitSegment,
+        operands: Sequence[Tensor],
+        values: Sequence[fx.Node],
+        expected: Sequence[Tensor],
+        got: Sequence[Tensor],
+    ) -> str | None:
+        for node, want, have in zip(values, expected, got):
+            if want.shape != have.shape:
+                return f"{node} has shape {list(have.shape)} instead of {list(want.shape)}"
+            error = relative_error(have, want)
+            if not error <= TOLERANCE:
+                return f"the value of {node} is off by {error:.1e}"
+        wanted = [i for i, operand in enumerate(operands) if operand.requires_grad]
+        roots = [i for i, value in enumerate(expected) if value.requires_grad]
+        if not wanted or not roots:
+            return None
+        cotangents = [self._normal(expected[i].shape) for i in roots]
+        gradients = [
+            torch.autograd.grad(
+                [side[i] for i in roots],
+                [operands[i] for i in wanted],
+                cotangents,
+                allow_unused=True,
+                retain_graph=True,
+            )
+            for side in (expected, got)
+        ]
+        scale = max((g.norm() for g in gradients[0] if g is not None), default=torch.zeros(()))
+        for index, want, have in zip(wanted, *gradients):
+            error = gradient_error(have, want, scale)
+            if not error <= TOLERANCE:
+                return f"the gradient of {split.operands[index]} is off by {error:.1e}"
+        return None
+
+    def _original(
+        self, split: SplitSegment, operands: Sequence[Tensor], values: Sequence[fx.Node]
+    ) -> list[Tensor]:
+        known: dict[fx.Node, Any] = dict(zip(split.operands, operands))
+        return [self._evaluate(node, known) for node in values]
+
+    def _evaluate(self, wanted: fx.Node, known: dict[fx.Node, Any]) -> Any:
+        """Run the lowered graph's own nodes, as far up as ``known`` values."""
+        stack = [wanted]
+        while stack:
+            node = stack[-1]
+            if node in known:
+                stack.pop()
+                continue
+            held = node.meta.get("val")
+            if isinstance(held, torch.SymInt):
+                known[node] = self._number(self._facts.lowered.expr(held))
+                continue
+            if node.op == "placeholder":
+                known[node] = self._sampled(node)
+                continue
+            if node.op == "get_attr":
+                known[node] = _as_double(_attribute(self._facts.lowered.module, node.target))
+                continue
+            missing = [i for i in node.all_input_nodes if i not in known]
+            if missing:
+                stack.extend(missing)
+                continue
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+            args, kwargs = _silenced(node, *_double_dtypes((args, kwargs)))
+            with torch.set_grad_enabled(node.meta["region"].grad and torch.is_grad_enabled()):
+                known[node] = node.target(*args, **kwargs)
+        return known[wanted]
+
+    # -- inputs ------------------------------------------------------------------------------
+
+    def _leaf(self, node: fx.Node) -> Tensor:
+        facts = self._facts
+        value = facts_value = None
+        if node in facts.stream or node in facts.features:
+            held = node.meta["val"]
+            shape = [self._number(size) for size in facts.shape(node)]
+            if held.is_floating_point():
+                value = self._normal(shape).to(held.device)
+        if value is None:
+            with torch.no_grad():
+                value = facts_value = self._evaluate(node, self._values)
+        value = value.detach()
+        if node in facts.needs_grad and value.is_floating_point():
+            value = (value.clone() if facts_value is not None else value).requires_grad_()
+        return value
+
+    def _sampled(self, node: fx.Node) -> Tensor:
+        """A real input at evenly spaced places, floating point in double."""
+        value = self._examples[node].detach()
+        for dim, size in enumerate(self._facts.shape(node)):
+            if size.free_symbols:
+                count = self._number(size)
+                places = torch.linspace(0, max(value.shape[dim] - 1, 0), count).round().long()
+                value = value.index_select(dim, places.to(value.device))
+        return _as_double(value)
+
+    def _normal(self, shape: Sequence[int]) -> Tensor:
+        return torch.randn(list(shape), generator=self._generator, dtype=torch.float64)
+
+    def _number(self, expr: sympy.Expr) -> int:
+        values = {symbol: self._symbol(symbol) for symbol in expr.free_symbols}
+        return int(expr.xreplace(values))
+
+    def _symbol(self, symbol: sympy.Symbol) -> int:
+        if symbol == self._facts.sequence:
+            return self._length
+        return min(self._facts.lowered.hints.get(symbol, _BATCH), _BATCH)
+
+    def _choose_length(self) -> int | None:
+        """The shortest length under which the model would have taken the captured branches."""
+        real = self._facts.lowered.hints.get(self._facts.sequence)
+        for length in (*_LENGTHS, real):
+            if length is not None and (real is None or length <= real) and self._allows(length):
+                return length
+        return None
+
+    def _allows(self, length: int) -> bool:
+        env, sequence = self._facts.lowered.shape_env, self._facts.sequence
+        bounds = env.var_to_range.get(sequence)
+        if bounds is not None and not bounds.lower <= length <= bounds.upper:
+            return False
+        self._length = length
+        for guard in env.guards:
+            expr = self._facts.lowered.simplified(guard.expr)
+            values = {symbol: self._symbol(symbol) for symbol in expr.free_symbols}
+            if expr.xreplace(values) == sympy.false:
+                return False
+        return True
+
+
+def relative_error(have: Tensor, want: Tensor) -> float:
+    """Norm-wise; equal infinities and NaNs count as equal."""
+    if not want.is_floating_point():
+        return float(not torch.equal(have, want))
+    same = (have == want) | (have.isnan() & want.isnan())
+    have, want = have.masked_fill(same, 0.0), want.masked_fill(want.isinf() | want.isnan(), 0.0)
+    return float((have - want.masked_fill(same, 0.0)).norm() / want.norm().clamp_min(1e-30))
+
+
+def gradient_error(have: Tensor | None, want: Tensor | None, scale: Tensor) -> float:
+    """Norm-wise, relative to the gradient itself or to a millionth of the largest one."""
+    if have is None or want is None:
+        other = have if want is None else want
+        return 0.0 if other is None or not other.any() else float("inf")
+    return float((have - want).norm() / torch.maximum(want.norm(), 1e-6 * scale).clamp_min(1e-30))
+
+
+def _attribute(module: torch.nn.Module, path: str) -> Any:
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _as_double(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(torch.float64)
+    return value
+
+
+def _double_dtypes(arguments: Any) -> Any:
+    """The same arguments, asking for double wherever they ask for a floating dtype."""
+
+    def double(value: Any) -> Any:
+        if isinstance(value, torch.dtype) and value.is_floating_point:
+            return torch.float64
+        return value
+
+    return torch.utils._pytree.tree_map(double, arguments)
+
+
+def _silenced(node: fx.Node, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    return _without_chance(node.target, args, kwargs) if draws_random(node) else (args, kwargs)
+
+
+def _without_chance(target: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Dropout that drops nothing."""
+    args = list(args)
+    if target is SDPA and len(args) > 4:
+        args[4] = 0.0
+    elif target is attention.banded_attention:
+        args[6] = 0.0
+    elif target in (aten.dropout.default, aten.native_dropout.default):
+        args[1] = 0.0
+    return tuple(args), kwargs
+
+
+def _in_double(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a body that computes in float64 and draws nothing."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is primitives.replayed:
+            _, _, target, *args = node.args
+            node.target = target
+            node.args, node.kwargs = _without_chance(target, tuple(args), node.kwargs)
+        node.args = _double_dtypes(node.args)
+        node.kwargs = _double_dtypes(node.kwargs)
+    return fx.GraphModule(torch.nn.Module(), graph)

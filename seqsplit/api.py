@@ -1,0 +1,291 @@
+"""``seqsplit.compile``: what a user touches. Joins Dynamo, the passes and the runtime."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+import torch.fx.experimental._config as symbolic_shapes_config
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from .deferred import DeferredTensor
+from .errors import CaptureError, InvalidOptionError, SeqsplitError, format_message
+from .passes import Executor, build_plan
+from .plan import Options, Plan, Segment
+from .runtime import run_segment
+
+__all__ = ["Handle", "compile", "disable", "handle_of"]
+
+Target = TypeVar("Target", bound=Callable)
+
+_DISABLED: ContextVar[bool] = ContextVar("seqsplit_disabled", default=False)
+
+
+def compile(  # noqa: A001 - named after torch.compile
+    target: Target,
+    *,
+    chunk_size: int | str = "auto",
+    head_chunk_size: int | str = "auto",
+    segment_layers: int | str = "auto",
+    accumulate_dtype: torch.dtype = torch.float32,
+    seq_dim: int | None = None,
+    strict: bool = False,
+    validate: bool = True,
+) -> Target:
+    """Make training steps of a causal decoder run chunk by chunk along the sequence.
+
+    Gradients are those of the original, memory is a fraction. Calls without gradients (evaluation,
+    ``generate()``) run the original code untouched.
+
+    Args:
+        target: an ``nn.Module``, compiled in place and returned, or a function, for which a
+            compiled function is returned (a loss computed in it is streamed as well).
+        chunk_size: rows of the sequence per chunk of a layer. ``"auto"`` chooses by the width
+            of the layer.
+        head_chunk_size: the same for the head with the loss, whose rows are wider.
+        segment_layers: layers per checkpoint.
+        accumulate_dtype: the least precise dtype in which gradients are added up over chunks.
+        seq_dim: the dim of the inputs that is the sequence; found by itself where attention
+            mixes it.
+        strict: raise :class:`~seqsplit.errors.NotStreamedError` if a part would run whole.
+        validate: try each distinct chunk body against the original code, on a short sequence in
+            float64, before it is used.
+
+    Returns:
+        ``target`` itself if it is a module, else a function with the same signature.
+
+    Raises:
+        InvalidOptionError: an option is out of range. Errors about the model come at the first
+            call, when its inputs are known.
+
+    Example:
+        >>> model = seqsplit.compile(model)
+        >>> loss = model(input_ids=ids, labels=ids).loss
+        >>> loss.backward()
+    """
+    options = _checked(
+        chunk_size, head_chunk_size, segment_layers, accumulate_dtype, seq_dim, strict, validate
+    )
+    if isinstance(target, nn.Module):
+        # The slot that nn.Module.compile uses: the module keeps its class, its state dict, its
+        # hooks; copies and pickles of it are plain.
+        target._compiled_call_impl = Handle(target._call_impl, options, [target])
+        return target
+    if not callable(target):
+        raise InvalidOptionError(
+            format_message(
+                f"cannot compile a {type(target).__name__}",
+                fix="give an nn.Module or a function",
+            )
+        )
+    return _as_function(target, Handle(target, options, _modules_of(target)))
+
+
+def _as_function(target: Callable, handle: Handle) -> Any:
+    import functools
+
+    @functools.wraps(target)
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        return handle(*args, **kwargs)
+
+    compiled.__seqsplit__ = handle
+    return compiled
+
+
+def handle_of(target: Any) -> Handle | None:
+    """The handle of a compiled module or function, ``None`` for others."""
+    if isinstance(target, nn.Module):
+        handle = target._compiled_call_impl
+        return handle if isinstance(handle, Handle) else None
+    return getattr(target, "__seqsplit__", None)
+
+
+@contextlib.contextmanager
+def disable() -> Iterator[None]:
+    """Run everything inside the ``with`` block in plain eager mode."""
+    token = _DISABLED.set(True)
+    try:
+        yield
+    finally:
+        _DISABLED.reset(token)
+
+
+class Handle:
+    """A compiled callable.
+
+    Args:
+        original: what it stands for.
+        options: of the compilation.
+        modules: the modules it runs, as far as they are known.
+    """
+
+    def __init__(self, original: Callable, options: Options, modules: list[nn.Module]) -> None:
+        self.original = original
+        self.options = options
+        self.modules = modules
+        self.log: list[Plan | str] = []  # what has run since it was last cleared
+        self._compiled = torch.compile(_own_code(original), backend=self._backend, dynamic=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _DISABLED.get() or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        try:
+            with _capture_settings(), _without_cache(self.modules):
+                return self._compiled(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            inner = error.inner_exception
+            raise inner if isinstance(inner, SeqsplitError) else error from None
+
+    def _backend(self, captured: torch.fx.GraphModule, examples: list[Any]) -> Callable:
+        executor = Executor(run_segment, _defer)
+        try:
+            plan = build_plan(captured, examples, self.options, executor)
+        except CaptureError as error:
+            if self.options.strict:
+                raise
+            plan, reason = None, str(error)
+        else:
+            reason = "no dim of its inputs is a sequence of more than one position"
+        if plan is None:
+
+            def run_whole(*inputs: Any) -> Any:
+                self.log.append(reason)
+                return captured(*inputs)
+
+            return run_whole
+
+        def run(*inputs: Any) -> Any:
+            if not plan.holds_for(inputs):
+                self.log.append("inputs of other relative sizes than the captured ones")
+                return captured(*inputs)
+            self.log.append(plan)
+            return plan.module(*inputs)
+
+        return run
+
+
+def _defer(
+    segment: Segment, shape: list[int], dtype: torch.dtype, length: int, sizes: tuple, operands: tuple
+) -> DeferredTensor:
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    return DeferredTensor(like, lambda: run_segment(segment, length, sizes, operands)[0], operands)
+
+
+def _own_code(original: Callable) -> Callable:
+    """A function with a code object of its own: Dynamo keeps its cache by code object, and the
+    compiled modules of a program must not share one."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    code = call.__code__.replace(co_name="seqsplit_call")
+    return FunctionType(code, call.__globals__, "seqsplit_call", None, call.__closure__)
+
+
+@contextlib.contextmanager
+def _capture_settings() -> Iterator[None]:
+    settings: dict[str, Any] = {
+        "specialize_float": True,  # Python numbers of the model are constants of its graph
+        "specialize_int": True,
+    }
+    for name in ("ignore_logging_functions", "ignore_logger_methods"):
+        if hasattr(torch._dynamo.config, name):
+            settings[name] = getattr(torch._dynamo.config, name) | _logging_functions()
+            break
+    with (
+        torch._dynamo.config.patch(**settings),
+        # Two dims of the same size (a batch as long as the sequence) stay two symbols.
+        symbolic_shapes_config.patch(use_duck_shape=False),
+    ):
+        yield
+
+
+def _logging_functions() -> set[Callable]:
+    """Methods of loggers, those included that libraries add: a log call is no graph break."""
+    names = ("debug", "info", "warn", "error", "critical", "exception", "log")
+    return {
+        function
+        for name, function in vars(logging.Logger).items()
+        if callable(function) and name.startswith(names)
+    }
+
+
+@contextlib.contextmanager
+def _without_cache(modules: list[nn.Module]) -> Iterator[None]:
+    """Models with a generation cache do not fill it in a training call.
+
+    Such models read the default from their configuration; a caller who passes ``use_cache=True``
+    still gets a cache.
+    """
+    configs = {
+        id(config): config
+        for root in modules
+        for module in root.modules()
+        if getattr(config := getattr(module, "config", None), "use_cache", None) is True
+    }
+    for config in configs.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+
+
+def _modules_of(function: Callable) -> list[nn.Module]:
+    """Modules that a function refers to."""
+    owner = getattr(function, "__self__", None)
+    found = [owner] if isinstance(owner, nn.Module) else []
+    try:
+        variables = inspect.getclosurevars(function)
+    except TypeError:
+        return found
+    values = (*variables.nonlocals.values(), *variables.globals.values())
+    return found + [value for value in values if isinstance(value, nn.Module)]
+
+
+def _checked(
+    chunk_size: int | str,
+    head_chunk_size: int | str,
+    segment_layers: int | str,
+    accumulate_dtype: torch.dtype,
+    seq_dim: int | None,
+    strict: bool,
+    validate: bool,
+) -> Options:
+    rows = {"chunk_size": chunk_size, "head_chunk_size": head_chunk_size}
+    counts = {name: _count(name, value) for name, value in rows.items()}
+    layers = _count("segment_layers", segment_layers) or 1
+    if not isinstance(accumulate_dtype, torch.dtype) or not accumulate_dtype.is_floating_point:
+        raise _invalid("accumulate_dtype", accumulate_dtype, "a floating-point torch.dtype")
+    if seq_dim is not None and (not isinstance(seq_dim, int) or isinstance(seq_dim, bool)):
+        raise _invalid("seq_dim", seq_dim, "an integer, or None to find the sequence")
+    return Options(
+        segment_layers=layers,
+        accumulate_dtype=accumulate_dtype,
+        seq_dim=seq_dim,
+        strict=bool(strict),
+        validate=bool(validate),
+        **counts,
+    )
+
+
+def _count(name: str, value: int | str) -> int | None:
+    if value == "auto":
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _invalid(name, value, 'a positive integer or "auto"')
+    return value
+
+
+def _invalid(name: str, value: Any, wanted: str) -> InvalidOptionError:
+    return InvalidOptionError(
+        format_message(f"{name}={value!r} cannot mean anything", fix=f"give {wanted}")
+    )

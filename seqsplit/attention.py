@@ -1,0 +1,174 @@
+"""Causal attention of a chunk of queries, without a mask tensor.
+
+The keys come in two parts: those before the chunk, which every query sees, and the chunk's own,
+a causal square. Each part is one call of a fused kernel; the results are merged through their
+log-sum-exp, and in the backward each part is given the merged output and log-sum-exp, which makes
+its gradients those of the whole (the step of ring attention, arXiv 2310.01889).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["banded_attention", "causal_attention"]
+
+aten = torch.ops.aten
+
+
+def causal_attention(
+    query: Tensor,
+    key_before: Tensor,
+    key: Tensor,
+    value_before: Tensor,
+    value: Tensor,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention of queries at the end of a sequence to everything up to themselves.
+
+    Args:
+        query: ``[B, H, c, E]``.
+        key_before, value_before: ``[B, G, s, E]``, seen by all queries; ``s`` may be 0.
+        key, value: ``[B, G, c, E]``, seen causally. ``G`` divides ``H`` with ``enable_gqa``.
+        scale: of the scores, ``1 / sqrt(E)`` if ``None``.
+
+    Returns:
+        ``[B, H, c, E]``.
+    """
+    kernel = _kernel_for(query, key, value)
+    if kernel is None:
+        keys, values = torch.cat([key_before, key], -2), torch.cat([value_before, value], -2)
+        start = key_before.shape[-2]
+        return banded_attention(query, keys, values, start, 0, None, 0.0, scale, enable_gqa)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    return _MergedAttention.apply(query, key_before, key, value_before, value, scale, kernel)
+
+
+def banded_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start: int,
+    first: int,
+    window: int | None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The same through a mask of chunk x keys: for windows, dropout and other kernels.
+
+    Args:
+        query: ``[..., c, E]``, at positions ``start, start + 1, ...``.
+        key, value: ``[..., s, E]``, at positions ``first, first + 1, ...``.
+        window: how many positions, itself included, a query sees; ``None`` for all.
+    """
+    rows = torch.arange(start, start + query.shape[-2], device=query.device)[:, None]
+    columns = torch.arange(first, first + key.shape[-2], device=query.device)
+    mask = columns <= rows
+    if window is not None:
+        mask &= columns > rows - window
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+class _FlashCpu:
+    """The fused kernel for CPU: every float dtype, grouped heads as they are."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Any, ...]:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        )
+        return out, lse, ()
+
+    @staticmethod
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        causal: bool, scale: float, extra: tuple,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+
+
+class _FlashCuda:
+    """FlashAttention on CUDA: half precision, grouped heads as they are."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Any, ...]:
+        out, lse, *extra, _ = aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, causal, False, scale=scale
+        )
+        return out, lse, tuple(extra)
+
+    @staticmethod
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        causal: bool, scale: float, extra: tuple,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        cum_q, cum_k, max_q, max_k, seed, offset = extra
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, causal, seed, offset,
+            scale=scale,
+        )  # fmt: skip
+
+
+def _kernel_for(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    if query.dim() != 4 or not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+        return None
+    if not query.dtype == key.dtype == value.dtype:
+        return None
+    if query.device.type == "cpu":
+        return _FlashCpu
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if query.device.type == "cuda" and half and query.shape[-1] % 8 == 0:
+        return _FlashCuda if query.shape[-1] <= 256 else None
+    return None
+
+
+class _MergedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key_before: Tensor, key: Tensor, value_before: Tensor,
+        value: Tensor, scale: float, kernel: Any,
+    ) -> Tensor:  # fmt: skip
+        out, lse, extra = kernel.forward(query, key, value, True, scale)
+        extra_before = None
+        if key_before.shape[-2] > 0:
+            out_before, lse_before, extra_before = kernel.forward(
+                query, key_before, value_before, False, scale
+            )
+            merged = torch.logaddexp(lse_before, lse)
+            out = _weighted(out_before, lse_before - merged, out, lse - merged)
+            lse = merged
+        ctx.save_for_backward(query, key_before, key, value_before, value, out, lse)
+        ctx.scale, ctx.kernel, ctx.extra, ctx.extra_before = scale, kernel, extra, extra_before
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        query, key_before, key, value_before, value, out, lse = ctx.saved_tensors
+        dq, dk, dv = ctx.kernel.backward(
+            grad, query, key, value, out, lse, True, ctx.scale, ctx.extra
+        )
+        dk_before = dv_before = None
+        if ctx.extra_before is not None:
+            dq_before, dk_before, dv_before = ctx.kernel.backward(
+                grad, query, key_before, value_before, out, lse, False, ctx.scale,
+                ctx.extra_before,
+            )  # fmt: skip
+            dq = dq + dq_before
+        return dq, dk_before, dk, dv_before, dv, None, None
+
+
+def _weighted(first: Tensor, log_first: Tensor, second: Tensor, log_second: Tensor) -> Tensor:
+    """``[B, H, c, E]`` outputs weighted by ``exp`` of ``[B, H, c]``, in the weights' dtype."""
+    total = first * log_first.exp().unsqueeze(-1) + second * log_second.exp().unsqueeze(-1)
+    return total.to(first.dtype)

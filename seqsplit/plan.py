@@ -1,0 +1,165 @@
+"""What a compiled graph consists of. The passes make it, the runtime executes it.
+
+A *segment* is a stretch of the model that runs chunk by chunk: one decoder layer, usually, or the
+head with the loss. A *chunk body* is the code for one chunk of it; segments of the same structure
+share one body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from .placement import Placement
+
+_CHUNK_ELEMENTS = 2**24
+_MIN_ROWS, _MAX_ROWS, _ROW_STEP = 128, 4096, 64
+
+__all__ = ["Body", "BodyInput", "BodyOutput", "CacheSpec", "Options", "Plan", "Segment"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of :func:`seqsplit.compile`, checked.
+
+    Attributes:
+        chunk_size: rows of the sequence per chunk of a layer, ``None`` for automatic.
+        head_chunk_size: the same for segments that end in sums (the loss).
+        segment_layers: stretches between attentions per segment.
+        accumulate_dtype: the least precise dtype in which gradients are added up over chunks.
+        seq_dim: the dim of the inputs that is the sequence, ``None`` to find it.
+        strict: whether parts that would run whole are an error.
+        validate: whether each distinct body is tried against the original before it is used.
+    """
+
+    chunk_size: int | None = None
+    head_chunk_size: int | None = None
+    segment_layers: int = 1
+    accumulate_dtype: torch.dtype = torch.float32
+    seq_dim: int | None = None
+    strict: bool = False
+    validate: bool = True
+
+
+@dataclass(frozen=True)
+class BodyInput:
+    """A tensor that the body takes: which operand of the segment, and which part of it."""
+
+    operand: int
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class BodyOutput:
+    """A tensor that the body gives.
+
+    Attributes:
+        placement: ``Chunk(dim)`` or ``Sum``.
+        surplus: the whole value's size along that dim is ``T + surplus`` (zero or negative).
+        needs_grad: whether a gradient may come back for it.
+        scalar: whether it is a single number.
+    """
+
+    placement: Placement
+    surplus: int = 0
+    needs_grad: bool = True
+    scalar: bool = False
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """A buffer that chunks write their rows to and read a range of: K or V, usually."""
+
+    dim: int
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """The code of one chunk.
+
+    Attributes:
+        module: takes ``start, end, length`` (positions of the chunk and of the sequence's end),
+            the segment's sizes, the input tensors, the caches and the replay of random ops;
+            returns the outputs.
+        fill: the part of it that fills the caches, ``None`` without caches.
+        inputs, outputs, caches: what these are.
+        num_random: how many ops draw random numbers.
+        fingerprint: equal for bodies of equal structure.
+    """
+
+    module: fx.GraphModule
+    fill: fx.GraphModule | None
+    inputs: tuple[BodyInput, ...]
+    outputs: tuple[BodyOutput, ...]
+    caches: tuple[CacheSpec, ...]
+    num_random: int
+    fingerprint: str
+
+    @property
+    def is_head(self) -> bool:
+        """Whether everything it gives is a sum: then it may take its gradients going forward."""
+        return all(output.placement.partial for output in self.outputs)
+
+
+@dataclass(eq=False)
+class Segment:
+    """A stretch of the model, and how its inputs are found in the outer graph.
+
+    Attributes:
+        body: its code.
+        scope: the module path that it covers, for reports.
+        options: of the compilation.
+        width: elements per row of the sequence of its widest value, for choosing the chunk.
+    """
+
+    body: Body
+    scope: str
+    options: Options
+    width: int = 1
+
+    def chunk_rows(self, length: int) -> int:
+        """Rows of the sequence per chunk."""
+        options = self.options
+        asked = options.head_chunk_size if self.body.is_head else options.chunk_size
+        if asked is None and self.body.is_head and options.chunk_size is not None:
+            asked = min(options.chunk_size, self._automatic_rows())
+        return min(asked or self._automatic_rows(), max(length, 1))
+
+    def _automatic_rows(self) -> int:
+        """As many as keep the widest value of a chunk within some ten million elements."""
+        rows = _CHUNK_ELEMENTS // max(self.width, 1)
+        return max(_MIN_ROWS, min(_MAX_ROWS, rows // _ROW_STEP * _ROW_STEP))
+
+
+@dataclass(eq=False)
+class Plan:
+    """The result of the passes.
+
+    Attributes:
+        module: the outer graph, taking what Dynamo's graph took.
+        segments: in the order in which they run.
+        whole: scopes that run whole, with the reason.
+        assumptions: pairs of (input, dim) whose sizes have to be equal for the plan to hold.
+        pass_seconds: time spent in each pass.
+    """
+
+    module: fx.GraphModule
+    segments: list[Segment]
+    whole: list[tuple[str, str]] = field(default_factory=list)
+    assumptions: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
+    pass_seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def bodies(self) -> Sequence[Body]:
+        """The distinct chunk bodies."""
+        return list({id(segment.body): segment.body for segment in self.segments}.values())
+
+    def holds_for(self, inputs: Sequence[object]) -> bool:
+        """Whether these inputs are as the plan assumes."""
+        return all(
+            inputs[one].shape[dim] == inputs[other].shape[other_dim]
+            for (one, dim), (other, other_dim) in self.assumptions
+        )

@@ -1,0 +1,168 @@
+"""The vocabulary of chunk bodies: cached reads, attention of a chunk, replayed random ops.
+
+A chunk body is ordinary ATen code plus the functions below. ``CachedRead`` is where chunks meet.
+In the forward it writes the chunk's rows into a buffer and gives back everything up to the
+chunk's end. The backward visits chunks from the last to the first, so when a chunk is reached all
+later ones have added their share to its rows of the gradient buffer, and handing these rows back
+is all there is to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Cache", "Replay", "cached_parts", "cached_read", "keys_start", "replayed"]
+
+
+class Cache:
+    """A buffer over the whole sequence, with its gradient.
+
+    Args:
+        dim: the sequence's dim.
+        length: the sequence's length.
+        accumulate_dtype: the least precise dtype of the gradient buffer.
+    """
+
+    def __init__(self, dim: int, length: int, accumulate_dtype: torch.dtype) -> None:
+        self.dim = dim
+        self._length = length
+        self._accumulate_dtype = accumulate_dtype
+        self._values: Tensor | None = None
+        self._grad: Tensor | None = None
+
+    def write(self, x: Tensor, start: int, end: int) -> None:
+        """Put a chunk's rows where they belong."""
+        if self._values is None:
+            self._values = x.new_empty(self._full_shape(x))
+        self.read(start, end).copy_(x)
+
+    def read(self, start: int, end: int) -> Tensor:
+        """A view of rows ``[start, end)``."""
+        return self._values.narrow(self.dim, start, end - start)
+
+    def add_grad(self, grad: Tensor, start: int) -> None:
+        """Add to the gradient of the rows that begin at ``start``."""
+        if self._grad is None:
+            dtype = torch.promote_types(grad.dtype, self._accumulate_dtype)
+            self._grad = torch.zeros(self._full_shape(grad), dtype=dtype, device=grad.device)
+        self._grad.narrow(self.dim, start, grad.shape[self.dim]).add_(grad)
+
+    def take_grad(self, start: int, end: int, dtype: torch.dtype) -> Tensor | None:
+        """The gradient of rows ``[start, end)``, complete once all later chunks were visited."""
+        if self._grad is None:
+            return None
+        return self._grad.narrow(self.dim, start, end - start).to(dtype, copy=True)
+
+    def _full_shape(self, x: Tensor) -> list[int]:
+        shape = list(x.shape)
+        shape[self.dim] = self._length
+        return shape
+
+
+class _CachedRead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cache: Cache, first: int, start: int, end: int, parts: bool
+    ) -> tuple[Tensor, ...]:
+        cache.write(x, start, end)
+        ctx.cache, ctx.first, ctx.start, ctx.end = cache, first, start, end
+        ctx.dtype = x.dtype
+        ctx.set_materialize_grads(False)
+        if parts:
+            return cache.read(first, start), cache.read(start, end)
+        return (cache.read(first, end),)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        for grad, begin in zip(grads, (ctx.first, ctx.start)):
+            if grad is not None:
+                ctx.cache.add_grad(grad, begin)
+        own = ctx.cache.take_grad(ctx.start, ctx.end, ctx.dtype)
+        return own, None, None, None, None, None
+
+
+def keys_start(start: int, window: int | None) -> int:
+    """The first position that the rows from ``start`` on can see."""
+    return 0 if window is None else max(0, start - window + 1)
+
+
+def cached_read(x: Tensor, cache: Cache, first: int, start: int, end: int) -> Tensor:
+    """Write rows ``[start, end)``, read ``[first, end)``: a view of the cache."""
+    return _CachedRead.apply(x, cache, first, start, end, False)[0]
+
+
+def cached_parts(
+    x: Tensor, cache: Cache, first: int, start: int, end: int
+) -> tuple[Tensor, Tensor]:
+    """The same in two views: what came before the chunk, ``[first, start)``, and the chunk."""
+    return _CachedRead.apply(x, cache, first, start, end, True)
+
+
+class Replay:
+    """Makes the random ops of a recomputation draw what they drew in the forward.
+
+    Each op of each chunk has a slot with the state of its device's generator before it ran, so
+    that it does not matter which ops are run again, or in which order. The generators themselves
+    are left by :meth:`restoring` where the forward had brought them.
+    """
+
+    def __init__(self) -> None:
+        self.recording = True
+        self.chunk = 0
+        self._states: dict[tuple[int, int], tuple[torch.device, Tensor]] = {}
+
+    def run(self, slot: int, op: Callable, args: tuple, kwargs: dict) -> Any:
+        if self.recording:
+            device = _device_of(args, kwargs)
+            self._states[self.chunk, slot] = (device, _generator_state(device))
+            return op(*args, **kwargs)
+        device, state = self._states[self.chunk, slot]
+        _set_generator_state(device, state)
+        return op(*args, **kwargs)
+
+    def restoring(self) -> _Restoring:
+        """A context that puts the generators back as they were."""
+        return _Restoring({device for device, _ in self._states.values()})
+
+
+class _Restoring:
+    def __init__(self, devices: set[torch.device]) -> None:
+        self._devices = devices
+
+    def __enter__(self) -> None:
+        self._before = {device: _generator_state(device) for device in self._devices}
+
+    def __exit__(self, *_: Any) -> None:
+        for device, state in self._before.items():
+            _set_generator_state(device, state)
+
+
+def replayed(replay: Replay, slot: int, op: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Run a random op, recording or replaying its generator's state."""
+    return replay.run(slot, op, args, kwargs)
+
+
+def _device_of(args: tuple, kwargs: dict) -> torch.device:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value.device
+        if isinstance(value, torch.device):
+            return value
+    return torch.device("cpu")
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_generator_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

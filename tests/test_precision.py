@@ -1,0 +1,215 @@
+"""Low precision: the error does not grow with the number of chunks, and autocast is as in eager.
+
+The yardstick is the float32 (or float64) gradient of the same weights, never a fixed tolerance:
+our error may be at most that of one chunk, and at most that of plain eager, times 1.1.
+"""
+
+import copy
+
+import pytest
+import seqsplit
+import torch
+import torch.nn.functional as F
+from compare import Pair, differences, gradient_differences
+from torch import nn
+from zoo import HANDWRITTEN, batches, hf, probe
+
+LENGTH = 256
+MARGIN = 1.1
+
+
+def gradients(model, run, *args):
+    model.zero_grad()
+    run(*args).backward()
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters()}
+
+
+def error(found, truth, part=""):
+    """Norm-wise relative error over all gradients whose name contains `part`."""
+    names = [name for name in truth if part in name]
+    assert names
+    distance = sum((found[n].double() - truth[n].double()).square().sum() for n in names)
+    scale = sum(truth[n].double().square().sum() for n in names)
+    return (distance / scale).sqrt().item()
+
+
+def compiled_gradients(entry, model, chunk_size, *args, strict=True):
+    model = copy.deepcopy(model)
+
+    def loss(*inputs):
+        return entry.step(model, *inputs)
+
+    step = seqsplit.compile(
+        loss, chunk_size=chunk_size, head_chunk_size=chunk_size, strict=strict
+    )
+    return gradients(model, step, *args)
+
+
+@pytest.mark.parametrize(
+    "name, parts",
+    [
+        ("rope-fused", ["", "attention.wk", "attention.wv", "tok_embeddings", "output"]),
+        ("nano-manual", ["", "attn.c_attn", "bias", "ln_"]),
+    ],
+)
+def test_bfloat16_error_does_not_grow_with_the_number_of_chunks(name, parts):
+    entry = HANDWRITTEN[name]
+    model = entry.build(max_positions=LENGTH).to(torch.bfloat16)
+    ids, labels = batches.with_labels(2, LENGTH)
+    wide = copy.deepcopy(model).float()
+    truth = gradients(wide, lambda *a: entry.step(wide, *a), ids, labels)
+    eager = gradients(model, lambda *a: entry.step(model, *a), ids, labels)
+    one = compiled_gradients(entry, model, LENGTH, ids, labels)
+    many = compiled_gradients(entry, model, LENGTH // 64, ids, labels)
+    for part in parts:
+        errors = {
+            which: error(found, truth, part)
+            for which, found in (("eager", eager), ("1 chunk", one), ("64 chunks", many))
+        }
+        assert errors["64 chunks"] <= MARGIN * errors["1 chunk"], (part, errors)
+        assert errors["64 chunks"] <= MARGIN * errors["eager"], (part, errors)
+
+
+class Counter(nn.Module):
+    """Every token adds exactly 1 to each entry of the gradients of both parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(5))
+        self.scale = nn.Parameter(torch.ones(5))
+        self.attention = probe.build(layers=1, width=5, heads=1, head_dim=3)
+
+    def forward(self, ids):
+        frozen = self.attention.hidden(ids).detach() * 0
+        return ((frozen + 1) * self.scale + self.bias).sum()
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16, 1024])
+def test_equal_shares_of_many_chunks_add_up_exactly(chunk_size):
+    """A bfloat16 sum of ones stops at 256; 1024 ones need a wider accumulator."""
+    model = Counter().to(torch.bfloat16)
+    seqsplit.compile(model, chunk_size=chunk_size)
+    model(batches.tokens(1, 1024)).backward()
+    for parameter in (model.bias, model.scale):
+        assert parameter.grad.dtype == torch.bfloat16
+        assert parameter.grad.tolist() == [1024.0] * 5
+
+
+@pytest.mark.parametrize("accumulate_dtype", [torch.float32, torch.float64])
+def test_float64_models_are_never_narrowed(accumulate_dtype):
+    """`accumulate_dtype` is a lower bound: float64 weights are accumulated in float64."""
+    entry = HANDWRITTEN["nano-fused"]
+    pair = Pair(entry.build, step=entry.step, chunk_size=1, accumulate_dtype=accumulate_dtype)
+    pair.check(*batches.with_labels(3, 13))
+
+
+@pytest.mark.parametrize("family, attention", hf.COMBINATIONS)
+def test_stock_hf_models_in_float32(family, attention):
+    """Untouched library code, with its own loss and its float32 islands."""
+    model = hf.build(family, attention, honest=False)
+    ids, keep, labels = batches.padded("right", length=31)
+    batch = {"input_ids": ids, "attention_mask": keep, "labels": labels}
+    wide = hf.build(family, attention).double()
+    wide.load_state_dict(model.state_dict())
+    truth = gradients(wide, lambda: wide(**batch).loss)
+    eager = gradients(model, lambda: model(**batch).loss)
+    seqsplit.compile(model, chunk_size=8)
+    mine = gradients(model, lambda: model(**batch).loss)
+    assert error(mine, truth) <= MARGIN * max(error(eager, truth), torch.finfo(torch.float32).eps)
+
+
+class Rounded(nn.Module):
+    """A loss that is zero exactly where a matrix product was rounded to bfloat16.
+
+    Each product is 1 + 2**-12, which bfloat16 rounds to 1; hence a backward that recomputes the
+    product without the forward's autocast state finds another gradient, not a slightly worse one.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.inner = probe.build()
+        self.project = nn.Linear(2, 3, bias=False)
+        with torch.no_grad():
+            self.project.weight.copy_(torch.tensor([1.0, 2.0**-12]).expand(3, 2))
+
+    def forward(self, ids):
+        hidden = self.inner(ids)
+        ones = torch.ones_like(hidden[..., :2])
+        product = self.project(ones)
+        return (product.float() - 1).mul(2.0**12).square().mean() + hidden.float().square().mean()
+
+
+def test_the_recomputation_runs_under_the_forwards_autocast():
+    pair = Pair(Rounded, chunk_size=4, dtype=torch.float32)
+    for model in (pair.eager, pair.mine):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(batches.tokens(2, 13))
+        loss.backward()
+        assert model.project.weight.grad.abs().max() == 0
+    pair.mine.zero_grad()
+    pair.mine(batches.tokens(2, 13)).backward()
+    assert pair.mine.project.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["nano-fused", "rope-manual"])
+def test_autocast_around_the_forward_only(name, parameters):
+    entry = HANDWRITTEN[name]
+    model = entry.build(max_positions=LENGTH).to(parameters)
+    ids, labels = batches.with_labels(2, LENGTH)
+    wide = copy.deepcopy(model).double()
+    truth = gradients(wide, lambda: entry.step(wide, ids, labels))
+
+    def autocast(step):
+        def run():
+            with torch.autocast("cpu", torch.bfloat16):
+                return step(ids, labels)
+
+        return run
+
+    mine = copy.deepcopy(model)
+    step = seqsplit.compile(
+        lambda *a: entry.step(mine, *a), chunk_size=16, head_chunk_size=16, strict=True
+    )
+    eager = gradients(model, autocast(lambda *a: entry.step(model, *a)))
+    ours = gradients(mine, autocast(step))
+    assert {n: g.dtype for n, g in ours.items()} == {n: g.dtype for n, g in eager.items()}
+    assert error(ours, truth) <= MARGIN * error(eager, truth)
+
+
+def test_autocast_inside_the_model():
+    """Regions entered in the model's own forward, a nested one without autocast among them."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = probe.build()
+
+        def forward(self, ids):
+            with torch.autocast("cpu", torch.bfloat16):
+                hidden = self.inner.hidden(ids)
+                with torch.autocast("cpu", enabled=False):
+                    logits = self.inner.head(hidden.float())
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    pair = Pair(Mixed, chunk_size=16, dtype=torch.float32)
+    ids = batches.tokens(2, LENGTH)
+    wide = copy.deepcopy(pair.eager).double()
+    truth = gradients(
+        wide, lambda: probe.step(wide.inner, ids, ids)
+    )
+    eager, mine = pair.both(ids)
+    assert error(mine.gradients, truth) <= MARGIN * error(eager.gradients, truth)
+    assert mine.goal.dtype == eager.goal.dtype == torch.float32
+
+
+def test_autocast_on_and_off_in_turn():
+    """The state of one call is not remembered by the next."""
+    pair = Pair(probe.build, step=probe.step, chunk_size=4)
+    ids = batches.tokens(2, 13)
+    exact = pair.check(ids, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        pair.both(ids, ids)
+    again = pair.check(ids, ids)
+    assert not differences(exact, again)
+    assert not gradient_differences(exact.gradients, again.gradients)
