@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
 import json
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+import seqsplit
 
 from . import baselines
 from .models import SHAPES, Decoder, DecoderShape
@@ -30,27 +29,6 @@ CHECKPOINTED = "checkpointing"
 CHUNKED = "checkpointing + chunked loss"
 OURS = "seqsplit"
 METHODS = (EAGER, CHECKPOINTED, CHUNKED, OURS)
-
-
-class _FindPasses(MetaPathFinder):
-    """Finds ``seqsplit.passes`` in the repository where the package is not installed."""
-
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname != "seqsplit.passes":
-            return None
-        folder = ROOT / "passes"
-        return importlib.util.spec_from_file_location(
-            fullname, folder / "__init__.py", submodule_search_locations=[str(folder)]
-        )
-
-
-def import_seqsplit() -> Any:
-    """The package, installed or straight from the repository (a GPU machine may not have it)."""
-    if not any(isinstance(finder, _FindPasses) for finder in sys.meta_path):
-        sys.meta_path.append(_FindPasses())
-    import seqsplit
-
-    return seqsplit
 
 
 def build(
@@ -67,9 +45,7 @@ def build(
     if method == CHUNKED:
         return baselines.checkpointed_chunked(model, chunk, early_stop), model
     if method == OURS:
-        compiled = import_seqsplit().compile(
-            copy.deepcopy(model), chunk_size=chunk, head_chunk_size=chunk
-        )
+        compiled = seqsplit.compile(copy.deepcopy(model), chunk_size=chunk, head_chunk_size=chunk)
         return compiled, compiled
     raise ValueError(f"unknown method {method!r}; one of {METHODS}")
 
@@ -98,11 +74,11 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def timed(step: Callable[[], Any], device: str) -> float:
+def timed(device: str, step: Callable[..., Any], *arguments: Any) -> float:
     """Seconds of one call, with the device's queue empty before and after."""
     synchronise(device)
     start = time.perf_counter()
-    step()
+    step(*arguments)
     synchronise(device)
     return time.perf_counter() - start
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+import seqsplit
+
 from . import common
 
 
@@ -24,7 +26,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     torch.set_num_threads(options.threads)
     screen = common.Screen()
-    seqsplit = common.import_seqsplit()
     model = make_model(options.model, options.layers)
     tokens = torch.randint(256, (2, options.length))
     inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
@@ -36,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
             begin("Dynamo alone")
             captures.append(capture_seconds(model, inputs))
             begin("seqsplit")
-            first, report = compile_seconds(seqsplit, model, inputs)
+            first, report = compile_seconds(model, inputs)
             firsts.append(first)
             passes.append(dict(report.pass_seconds))
 
@@ -118,9 +119,7 @@ def capture_seconds(model: torch.nn.Module, inputs: dict[str, Any]) -> float:
     return first - seconds(lambda: compiled(**inputs))
 
 
-def compile_seconds(
-    seqsplit: Any, model: torch.nn.Module, inputs: dict[str, Any]
-) -> tuple[float, Any]:
+def compile_seconds(model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[float, Any]:
     """First forward of a freshly compiled model, and the report of its compilation."""
     torch._dynamo.reset()
     compiled = seqsplit.compile(copy.deepcopy(model))

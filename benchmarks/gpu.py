@@ -27,6 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import seqsplit
+from seqsplit.memory import track_memory
+
 from . import baselines, common
 from .floor import floor
 from .models import SHAPES, Decoder
@@ -66,7 +69,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     torch.set_num_threads(options.threads)
     budget = Budget(options.budget_s)
-    common.import_seqsplit()
 
     results: dict[str, Any] = {}
     results["exactness"] = exactness(screen, options, budget)
@@ -162,7 +164,6 @@ def compare_gradients(
     chunks: tuple[int, ...],
 ) -> list[dict]:
     """Errors of eager and of each chunk size, all from the same weights rounded to ``dtype``."""
-    seqsplit = common.import_seqsplit()
     rounded = copy.deepcopy(model).to(dtype)
     exact = copy.deepcopy(rounded).to(torch.float64)
     reference = gradients(exact, loss_of)
@@ -171,9 +172,7 @@ def compare_gradients(
     with sdpa_kernel(FUSED) if on_gpu else nullcontext():
         eager_error = largest_error(gradients(copy.deepcopy(rounded), loss_of), reference)
         for chunk in chunks:
-            ours = seqsplit.compile(
-                copy.deepcopy(rounded), chunk_size=chunk, head_chunk_size=chunk
-            )
+            ours = seqsplit.compile(copy.deepcopy(rounded), chunk_size=chunk, head_chunk_size=chunk)
             error = largest_error(gradients(ours, loss_of), reference)
             rows.append(
                 {
@@ -268,7 +267,7 @@ def peak_of(loss: baselines.Loss, trained: nn.Module, batch: tuple, device: str)
     """Peak of one step above its start, gradients cleared before (the allocator's on CUDA)."""
     trained.zero_grad(set_to_none=True)
     if not device.startswith("cuda"):
-        with common.import_seqsplit().track_memory(allocator=True) as memory:
+        with track_memory(allocator=True) as memory:
             common.train_step(loss, trained, batch)
         return memory.peak_bytes
     torch.cuda.synchronize()
@@ -280,7 +279,7 @@ def peak_of(loss: baselines.Loss, trained: nn.Module, batch: tuple, device: str)
 
 
 def step_seconds(loss: baselines.Loss, trained: Decoder, batch: tuple, device: str) -> float:
-    seconds = common.timed(lambda: common.train_step(loss, trained, batch), device)
+    seconds = common.timed(device, common.train_step, loss, trained, batch)
     trained.zero_grad(set_to_none=True)
     return seconds
 
@@ -299,7 +298,7 @@ def longest(screen: common.Screen, options: argparse.Namespace, budget: Budget) 
             until = budget.left - share * (len(methods) - index)
             model = common.make_model(shape, dtype, options.device)
             if name == common.OURS:
-                loss = common.import_seqsplit().compile(
+                loss = seqsplit.compile(
                     model, chunk_size=options.chunk, head_chunk_size=options.chunk
                 )
             else:
@@ -377,7 +376,7 @@ def try_length(
         peak = peak_of(loss, model, batch, options.device)
         return time.perf_counter() - start if peak <= options.limit_gib * 2**30 else None
     try:
-        return common.timed(lambda: common.train_step(loss, model, batch), options.device)
+        return common.timed(options.device, common.train_step, loss, model, batch)
     except torch.OutOfMemoryError:
         return None
 

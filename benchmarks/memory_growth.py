@@ -12,6 +12,8 @@ import sys
 
 import torch
 
+from seqsplit.memory import track_memory
+
 from . import common
 from .floor import floor
 from .models import SHAPES
@@ -21,7 +23,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     torch.set_num_threads(options.threads)
     screen = common.Screen()
-    seqsplit = common.import_seqsplit()
     shape, dtype = SHAPES[options.shape], common.DTYPES[options.dtype]
     least = options.batch * floor(shape, dtype).total
     model = common.make_model(shape, dtype, options.device)
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
                     continue
                 batch = common.make_batch(shape, length, options.batch, options.device)
                 trained.zero_grad(set_to_none=True)
-                with seqsplit.track_memory(allocator=options.allocator) as memory:
+                with track_memory(allocator=options.allocator) as memory:
                     value = common.train_step(loss, trained, batch)
                 runs.append(
                     {

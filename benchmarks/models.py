@@ -62,7 +62,7 @@ class DecoderShape:
 
 SHAPES = {
     "small": DecoderShape(),
-    "tiny": DecoderShape(d=128, layers=4, heads=4, kv_heads=2, ff=352, vocab=1000),
+    "tiny": DecoderShape(d=128, layers=4, heads=8, kv_heads=2, ff=352, vocab=1000),
     "1b": DecoderShape(d=2048, layers=16, heads=32, kv_heads=8, ff=8192, vocab=128_256, tied=True),
 }
 

@@ -22,7 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     screen = common.Screen()
     shape, dtype = SHAPES[options.shape], common.DTYPES[options.dtype]
     model = common.make_model(shape, dtype, options.device)
-    methods = {name: common.build(name, model, options.chunk) for name in (common.OURS, options.against)}
+    methods = {
+        name: common.build(name, model, options.chunk) for name in (common.OURS, options.against)
+    }
 
     results = {}
     steps = len(options.lengths) * (1 + options.pairs)
@@ -75,7 +77,7 @@ def run_pair(
     seconds = {}
     for name in order:
         loss, trained = methods[name]
-        seconds[name] = common.timed(lambda: common.train_step(loss, trained, batch), device)
+        seconds[name] = common.timed(device, common.train_step, loss, trained, batch)
         trained.zero_grad(set_to_none=True)
     return seconds
 
@@ -85,9 +87,7 @@ def summarise(pairs: list[dict[str, float]], against: str) -> dict:
     ratios = sorted(pair[common.OURS] / pair[against] for pair in pairs)
     quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else None
     return {
-        "seconds": {
-            name: statistics.median(pair[name] for pair in pairs) for name in pairs[0]
-        },
+        "seconds": {name: statistics.median(pair[name] for pair in pairs) for name in pairs[0]},
         "ratio": {
             "median": statistics.median(ratios),
             "quartiles": [quartiles[0], quartiles[2]] if quartiles else [ratios[0], ratios[0]],

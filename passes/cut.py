@@ -74,7 +74,7 @@ def choose_cuts(
         segment_layers: how many stretches between mixers make one segment.
     """
     order = [node for node in facts.lowered.graph.nodes]
-    position = {node: index for index, node in enumerate(order)}
+    position = facts.position
     whole, tail = _sort_out_sums(facts, set(whole))
     last_use = _last_uses(facts, order, position, tail)
     borders = sorted({position[n] for n in reads.mixers if n not in whole})

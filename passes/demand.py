@@ -15,6 +15,7 @@ The cached read is put at the narrowest place above free ops: below a projection
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,7 +120,7 @@ class Demands:
 
     def items(self) -> Iterable[tuple[fx.Node, Placement, Recipe]]:
         """Requests in the order in which they can be met."""
-        for node in sorted(self.recipes):
+        for node in reversed(self.recipes):  # requests came in reverse graph order
             # rows before what is read of them
             for placement in sorted(self.recipes[node], key=lambda p: p.has_keys):
                 yield node, placement, self.recipes[node][placement]
@@ -155,24 +156,30 @@ class _Pushing:
         self._reads = reads
         self._available = available
         self._open: dict[fx.Node, dict[Placement, fx.Node | None]] = {}
+        self._heap: list[tuple[int, fx.Node]] = []  # last node of the graph first
 
     def request(self, node: fx.Node, placement: Placement, user: fx.Node | None = None) -> None:
-        self._open.setdefault(node, {}).setdefault(placement, user)
+        if node not in self._open:
+            self._open[node] = {}
+            heapq.heappush(self._heap, (-self._facts.position[node], node))
+        self._open[node].setdefault(placement, user)
 
     def run(self) -> Demands:
         demands = Demands()
-        while self._open:
-            node = max(self._open)
-            placement, user = next(iter(self._open[node].items()))
-            del self._open[node][placement]
-            if not self._open[node]:
-                del self._open[node]
-            known = demands.recipes.setdefault(node, {})
-            if placement in known:
-                continue
-            known[placement] = recipe = self._recipe(node, placement, user)
-            for operand, wanted in self._needs(node, recipe):
-                self.request(operand, wanted, node)
+        while self._heap:
+            _, node = heapq.heappop(self._heap)
+            recipes = demands.recipes[node] = {}
+            waiting = self._open.pop(node)
+            while waiting:
+                placement, user = waiting.popitem()
+                if placement in recipes:
+                    continue
+                recipes[placement] = recipe = self._recipe(node, placement, user)
+                for operand, wanted in self._needs(node, recipe):
+                    if operand is node:
+                        waiting.setdefault(wanted, node)
+                    else:
+                        self.request(operand, wanted, node)
         return demands
 
     def _needs(self, node: fx.Node, recipe: Recipe) -> list[tuple[fx.Node, Placement]]:

@@ -69,6 +69,7 @@ class Facts:
         features: outer values that come from an embedding table or a float input.
         stream: active values that depend on features. The other active values (masks, position
             biases) are cheap and are computed anew wherever they are needed.
+        position: each node's place in the graph's order.
     """
 
     lowered: Lowered
@@ -77,6 +78,9 @@ class Facts:
     outer: set[fx.Node] = field(default_factory=set)
     features: set[fx.Node] = field(default_factory=set)
     stream: set[fx.Node] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.position = {node: i for i, node in enumerate(self.lowered.graph.nodes)}
 
     def shape(self, node: fx.Node) -> tuple[sympy.Expr, ...]:
         return self.lowered.shape(node)
@@ -88,13 +92,11 @@ class Facts:
     def sequence_dims(self, node: fx.Node) -> list[int]:
         """The dims of a tensor that grow with the sequence (a tuple counts by its first item)."""
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            sizes = self.shape(node)
-        elif isinstance(value, (tuple, list)) and value and isinstance(value[0], torch.Tensor):
-            sizes = tuple(self.lowered.expr(size) for size in value[0].shape)
-        else:
+        if isinstance(value, (tuple, list)):
+            value = value[0] if value else None
+        if not isinstance(value, torch.Tensor):
             return []
-        return [dim for dim, size in enumerate(sizes) if self.is_sequence(size)]
+        return [dim for dim, size in enumerate(self.shape(node)) if self.is_sequence(size)]
 
     def is_tensor(self, node: fx.Node) -> bool:
         return isinstance(node.meta.get("val"), torch.Tensor)

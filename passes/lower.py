@@ -98,10 +98,12 @@ class Lowered:
         return sympy.sympify(self.shape_env.simplify(expr)).xreplace(self.assumed)
 
     def shape(self, node: fx.Node) -> tuple[sympy.Expr, ...]:
-        """The shape of a node's tensor value, as expressions."""
+        """The shape of a node's tensor value (a tuple's first), as expressions."""
         cached = node.meta.get("shape_exprs")
         if cached is None:
-            cached = tuple(self.expr(size) for size in node.meta["val"].shape)
+            value = node.meta["val"]
+            value = value[0] if isinstance(value, (tuple, list)) else value
+            cached = tuple(self.expr(size) for size in value.shape)
             node.meta["shape_exprs"] = cached
         return cached
 

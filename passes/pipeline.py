@@ -15,6 +15,7 @@ whole, in the outer graph, and cutting starts again.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -123,11 +124,20 @@ def build_plan(
         module,
         [item.segment for item in placed if not item.deferred],
         [(f"{scope_of([n])} ({describe(n)})", why) for n, why in planner.reasons.items()],
+        _length_at(facts),
         lowered.assumptions,
         clock.seconds,
     )
     check_plan(facts, cuts, placed, plan)
     return plan
+
+
+def _length_at(facts: Facts) -> tuple[int, int]:
+    """An input and its dim that is the sequence."""
+    for index, node in enumerate(facts.lowered.placeholders):
+        if facts.is_tensor(node) and facts.sequence in facts.shape(node):
+            return index, facts.shape(node).index(facts.sequence)
+    raise AssertionError("the sequence's symbol was taken from an input")
 
 
 class _Planner:
@@ -159,6 +169,9 @@ class _Planner:
         if node in self.reasons:
             raise RuntimeError(f"{node} runs whole already: {reason}")
         self.reasons[node] = reason
+        for user in node.users:  # the items of a tuple go with it
+            if user.target is operator.getitem:
+                self.reasons.setdefault(user, reason)
 
     def _attempt(self) -> tuple[list[Placed], Cuts]:
         facts, options = self._facts, self._options
@@ -211,8 +224,7 @@ class _Planner:
             if not computed or not draws_random(node):
                 continue
             if len(computed) > 1 or drawn.setdefault(node, position) != position:
-                order = list(self._facts.lowered.graph.nodes)
-                raise NeededWhole(node, order[order.index(node) + 1])
+                raise NeededWhole(node, node.next)
 
     def _deferrable(self, group: Group) -> list[fx.Node]:
         """Wide outputs beside a loss (logits): most callers never look at them."""

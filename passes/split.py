@@ -75,9 +75,7 @@ class _Writer:
         self._length = self._graph.placeholder("length")
         self._last_placeholder = self._length
         self._sizes: dict[sympy.Symbol, fx.Node] = {}
-        self._operands: dict[fx.Node, int] = {}
         self._inputs: dict[tuple[fx.Node, Placement], fx.Node] = {}
-        self._tensor_inputs: list[tuple[BodyInput, fx.Node]] = []
         self._caches: list[tuple[CacheSpec, fx.Node]] = []
         self._reads: list[fx.Node] = []
         self._replay: fx.Node | None = None
@@ -154,25 +152,39 @@ class _Writer:
         return self._close(targets, outputs)
 
     def _close(self, targets: dict[fx.Node, Placement], outputs: tuple) -> SplitSegment:
-        if self._replay is None:
-            self._replay = self._placeholder("replay")
-        placeholders = [
-            self._start, self._end, self._length, *self._sizes.values(),
-            *(node for _, node in self._tensor_inputs),
-            *(node for _, node in self._caches), self._replay,
-        ]  # fmt: skip
+        """Make the modules. Inputs are numbered by first use, so that equal layers look equal."""
+        self._replay = self._replay or self._placeholder("replay")
+        first_use: dict[fx.Node, int] = {}
+        for index, node in enumerate(self._graph.nodes):
+            for operand in node.all_input_nodes:
+                first_use.setdefault(operand, index)
+        for index, node in enumerate(outputs):
+            first_use.setdefault(node, len(first_use) + index)
+        sizes = sorted(self._sizes, key=lambda symbol: first_use[self._sizes[symbol]])
+        inputs = sorted(self._inputs, key=lambda item: first_use[self._inputs[item]])
+        operands = list(dict.fromkeys(node for node, _ in inputs))
+        placeholders = {
+            self._start: "start",
+            self._end: "end",
+            self._length: "length",
+            **{self._sizes[symbol]: f"size_{i}" for i, symbol in enumerate(sizes)},
+            **{self._inputs[item]: f"in_{i}" for i, item in enumerate(inputs)},
+            **{node: f"cache_{i}" for i, (_, node) in enumerate(self._caches)},
+            self._replay: "replay",
+        }
         module = _finish(self._graph, placeholders, outputs)
         fill = _finish(self._graph, placeholders, tuple(self._reads)) if self._reads else None
+        specs = tuple(BodyInput(operands.index(node), placement) for node, placement in inputs)
         body = Body(
             module=module,
             fill=fill,
-            inputs=tuple(spec for spec, _ in self._tensor_inputs),
+            inputs=specs,
             outputs=tuple(self._output(node, p) for node, p in targets.items()),
             caches=tuple(spec for spec, _ in self._caches),
             num_random=self._num_random,
-            fingerprint=self._fingerprint(module, targets),
+            fingerprint=self._fingerprint(module, specs, (*operands, *targets)),
         )
-        return SplitSegment(body, tuple(self._operands), tuple(self._sizes))
+        return SplitSegment(body, tuple(operands), tuple(sizes))
 
     def _output(self, node: fx.Node, placement: Placement) -> BodyOutput:
         needs_grad = node in self._facts.needs_grad
@@ -184,30 +196,26 @@ class _Writer:
             raise Unsplittable(node, f"a value of length {size} leaves the segment")
         return BodyOutput(placement, int(surplus), needs_grad)
 
-    def _fingerprint(self, module: fx.GraphModule, targets: dict) -> str:
+    def _fingerprint(
+        self, module: fx.GraphModule, specs: tuple[BodyInput, ...], values: tuple[fx.Node, ...]
+    ) -> str:
         shapes = [
-            (str(self.shape(node)), str(node.meta["val"].dtype))
-            for node in (*self._operands, *targets)
-            if self._facts.is_tensor(node)
+            f"{self.shape(node)} {node.meta['val'].dtype} {node in self._facts.needs_grad}"
+            for node in values
         ]
-        text = "\n".join([module.code, repr(shapes), *self._trace])
+        text = "\n".join([module.code, repr(specs), *shapes, *self._trace])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _input(self, node: fx.Node, placement: Placement) -> fx.Node:
-        known = self._inputs.get((node, placement))
-        if known is None:
-            operand = self._operands.setdefault(node, len(self._operands))
-            known = self._placeholder(f"in_{len(self._tensor_inputs)}")
-            self._inputs[node, placement] = known
-            self._tensor_inputs.append((BodyInput(operand, placement), known))
-            self._trace.append(f"{known.name}: {placement} of operand {operand}")
-        return known
+        if (node, placement) not in self._inputs:
+            self._inputs[node, placement] = self._placeholder(f"in_{len(self._inputs)}")
+        return self._inputs[node, placement]
 
     def _read(self, node: fx.Node, placement: Placement, recipe: ReadKeys) -> None:
         rows = Placement(((recipe.dim, Span()),))
         cache = self._placeholder(f"cache_{len(self._caches)}")
         self._caches.append((CacheSpec(recipe.dim), cache))
-        self._trace.append(f"{cache.name} along {recipe.dim}")
+        self._trace.append(f"cache along {recipe.dim}")
         x, first = self._values[node, rows], self.first(recipe.span)
         if (node, placement) in self._wanted_in_parts:
             both = self._call(
@@ -227,7 +235,11 @@ class _Writer:
 
     def _compute(self, node: fx.Node, placement: Placement, recipe: Compute) -> fx.Node:
         given = iter([self._values[item] for item in recipe.operands])
-        arguments = {name: self._own(value, given) for name, value in arguments_of(node).items()}
+        probed = not isinstance(node.target, torch._ops.OpOverload)
+        arguments = {
+            name: self._own(value, given, chunk_sizes=probed)
+            for name, value in arguments_of(node).items()
+        }
         if isinstance(node.target, torch._ops.OpOverload):
             arguments = rewrite_arguments(node, placement, arguments, self)
             args, kwargs = _as_call(node.target, arguments)
@@ -296,17 +308,26 @@ class _Writer:
             n for n in self._memo.values() if isinstance(n, fx.Node) and n.target in _NUMBERS
         }
 
-    def _own(self, value: Any, given: Any) -> Any:
-        """An argument of the chunk's own call."""
+    def _own(self, value: Any, given: Any, *, chunk_sizes: bool = False) -> Any:
+        """An argument of the chunk's own call.
+
+        Args:
+            value: of the original call.
+            given: the chunk's tensors, in order.
+            chunk_sizes: whether a size that is given as a number is to be the chunk's.
+        """
         if isinstance(value, fx.Node):
             held = value.meta.get("val")
             if isinstance(held, (torch.Tensor, tuple, list)):
                 return next(given)
             if isinstance(held, torch.SymInt):
-                return self._expression(self._facts.lowered.expr(held))
+                expr = self._facts.lowered.expr(held)
+                if chunk_sizes and expr == self._facts.sequence:
+                    return self.size(expr, Span())
+                return self._expression(expr)
             return held
         if isinstance(value, (list, tuple)):
-            return type(value)(self._own(item, given) for item in value)
+            return type(value)(self._own(item, given, chunk_sizes=chunk_sizes) for item in value)
         return value
 
     # -- numbers -----------------------------------------------------------------------------
@@ -378,16 +399,16 @@ def _as_call(target: torch._ops.OpOverload, arguments: dict[str, Any]) -> tuple[
     return tuple(args), kwargs
 
 
-def _finish(graph: fx.Graph, placeholders: list[fx.Node], outputs: tuple) -> fx.GraphModule:
+def _finish(graph: fx.Graph, placeholders: dict[fx.Node, str], outputs: tuple) -> fx.GraphModule:
     """A module with exactly these inputs, in this order, and these outputs."""
     new, copies = fx.Graph(), {}
-    for node in placeholders:
-        copies[node] = new.placeholder(node.name)
+    for node, name in placeholders.items():
+        copies[node] = new.placeholder(name)
     needed = _ancestors(outputs)
     for node in graph.nodes:
         context = getattr(node.target, "__name__", "") in ("_enter_autocast", "_exit_autocast")
         if node.op != "placeholder" and (node in needed or context):
-            copies[node] = new.node_copy(node, lambda n: copies[n])
+            copies[node] = new.node_copy(node, copies.__getitem__)
     new.output(tuple(copies[node] for node in outputs))
     new.lint()
     return fx.GraphModule(torch.nn.Module(), new, class_name="ChunkBody")

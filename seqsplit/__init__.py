@@ -2,7 +2,19 @@
 
 from .api import compile, disable  # noqa: A004 - named after torch.compile
 from .errors import SeqsplitError
+from .explain import Report, explain
+from .memory import track_memory
+from .verify import Verification, verify
 
-__all__ = ["SeqsplitError", "compile", "disable"]
+__all__ = [
+    "Report",
+    "SeqsplitError",
+    "Verification",
+    "compile",
+    "disable",
+    "explain",
+    "track_memory",
+    "verify",
+]
 
 __version__ = "0.1.0"

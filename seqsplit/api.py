@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -21,7 +24,7 @@ from .passes import Executor, build_plan
 from .plan import Options, Plan, Segment
 from .runtime import run_segment
 
-__all__ = ["Handle", "compile", "disable", "handle_of"]
+__all__ = ["Handle", "Run", "compile", "disable", "handle_for", "handle_of", "modules_of"]
 
 Target = TypeVar("Target", bound=Callable)
 
@@ -76,7 +79,7 @@ def compile(  # noqa: A001 - named after torch.compile
     if isinstance(target, nn.Module):
         # The slot that nn.Module.compile uses: the module keeps its class, its state dict, its
         # hooks; copies and pickles of it are plain.
-        target._compiled_call_impl = Handle(target._call_impl, options, [target])
+        target._compiled_call_impl = handle_for(target, options)
         return target
     if not callable(target):
         raise InvalidOptionError(
@@ -85,12 +88,10 @@ def compile(  # noqa: A001 - named after torch.compile
                 fix="give an nn.Module or a function",
             )
         )
-    return _as_function(target, Handle(target, options, _modules_of(target)))
+    return _as_function(target, handle_for(target, options))
 
 
 def _as_function(target: Callable, handle: Handle) -> Any:
-    import functools
-
     @functools.wraps(target)
     def compiled(*args: Any, **kwargs: Any) -> Any:
         return handle(*args, **kwargs)
@@ -117,6 +118,26 @@ def disable() -> Iterator[None]:
         _DISABLED.reset(token)
 
 
+def handle_for(target: Callable, options: Options | None = None) -> Handle:
+    """A new handle for a target, which is left as it is."""
+    if isinstance(target, nn.Module):
+        return Handle(target._call_impl, options or Options(), [target])
+    return Handle(target, options or Options(), modules_of(target))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One execution of a captured graph.
+
+    Attributes:
+        plan: what was executed, or why the graph ran whole.
+        length: of the sequence.
+    """
+
+    plan: Plan | str
+    length: int = 0
+
+
 class Handle:
     """A compiled callable.
 
@@ -130,7 +151,7 @@ class Handle:
         self.original = original
         self.options = options
         self.modules = modules
-        self.log: list[Plan | str] = []  # what has run since it was last cleared
+        self.log: deque[Run] = deque(maxlen=64)  # the last executions
         self._compiled = torch.compile(_own_code(original), backend=self._backend, dynamic=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,16 +177,16 @@ class Handle:
         if plan is None:
 
             def run_whole(*inputs: Any) -> Any:
-                self.log.append(reason)
+                self.log.append(Run(reason))
                 return captured(*inputs)
 
             return run_whole
 
         def run(*inputs: Any) -> Any:
             if not plan.holds_for(inputs):
-                self.log.append("inputs of other relative sizes than the captured ones")
+                self.log.append(Run("inputs of other relative sizes than the captured ones"))
                 return captured(*inputs)
-            self.log.append(plan)
+            self.log.append(Run(plan, plan.length_of(inputs)))
             return plan.module(*inputs)
 
         return run
@@ -239,7 +260,7 @@ def _without_cache(modules: list[nn.Module]) -> Iterator[None]:
             config.use_cache = True
 
 
-def _modules_of(function: Callable) -> list[nn.Module]:
+def modules_of(function: Callable) -> list[nn.Module]:
     """Modules that a function refers to."""
     owner = getattr(function, "__self__", None)
     found = [owner] if isinstance(owner, nn.Module) else []

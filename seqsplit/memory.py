@@ -30,9 +30,11 @@ the caller's own Python code are not.
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -423,7 +425,8 @@ class AllocatorTracker(_Block):
                 "leave the other profiler first, or use track_memory() without allocator="
             )
         self._start_ns = time.time_ns()
-        self._profile.__enter__()
+        with _quiet_profiler():
+            self._profile.__enter__()
 
     def _stop(self, error: tuple[object, ...]) -> None:
         self._profile.__exit__(*error)
@@ -556,6 +559,23 @@ def _storages(tensor: torch.Tensor) -> Iterable[torch.UntypedStorage]:
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         for part in (tensor.ccol_indices(), tensor.row_indices(), tensor.values()):
             yield from _storages(part)
+
+
+@contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """Keep the profiler's library from announcing itself on stderr.
+
+    It reads its log level from the environment when first used; one that is set there is kept.
+    """
+    name = "KINETO_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "6"  # one above its announcements
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def _walk(roots: list[Any]) -> Iterator[Any]:

@@ -142,6 +142,7 @@ class Plan:
         module: the outer graph, taking what Dynamo's graph took.
         segments: in the order in which they run.
         whole: scopes that run whole, with the reason.
+        length_at: the (input, dim) that is the sequence.
         assumptions: pairs of (input, dim) whose sizes have to be equal for the plan to hold.
         pass_seconds: time spent in each pass.
     """
@@ -149,6 +150,7 @@ class Plan:
     module: fx.GraphModule
     segments: list[Segment]
     whole: list[tuple[str, str]] = field(default_factory=list)
+    length_at: tuple[int, int] = (0, 0)
     assumptions: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
     pass_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -163,3 +165,8 @@ class Plan:
             inputs[one].shape[dim] == inputs[other].shape[other_dim]
             for (one, dim), (other, other_dim) in self.assumptions
         )
+
+    def length_of(self, inputs: Sequence[object]) -> int:
+        """The sequence's length in these inputs."""
+        index, dim = self.length_at
+        return int(inputs[index].shape[dim])

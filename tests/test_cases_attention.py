@@ -186,7 +186,7 @@ def by_hand_two_minima(q, k, v, keep):
     scores = scores_of(q, k)
     rows, columns = positions(scores)
     low = minimum(scores.dtype)
-    scores = scores + (columns > rows) * low
+    scores = scores + (columns > rows).to(q.dtype) * low
     return (scores + (1 - keep[:, None, None, :].to(q.dtype)) * low).softmax(-1) @ v
 
 

@@ -3,6 +3,9 @@
 import copy
 import gc
 import io
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from seqsplit.memory import track_memory
 
+ROOT = Path(__file__).resolve().parents[1]
 N = 1 << 18  # elements of a buffer
 BUFFER = 4 * N  # its bytes in float32
 
@@ -550,6 +554,17 @@ def test_the_allocator_s_figures_come_after_the_block():
     assert memory.peak_bytes == 0
 
 
+def test_the_allocator_tracker_prints_nothing():
+    code = """if True:
+        import torch
+        from seqsplit.memory import track_memory
+        with track_memory(allocator=True):
+            torch.empty(10)
+        """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
 def test_the_allocator_tracker_does_not_nest():
     with profile(use_kineto=True), pytest.raises(RuntimeError, match="already running"):
         track_memory(allocator=True).__enter__()
@@ -560,7 +575,7 @@ def test_the_allocator_tracker_does_not_nest():
     assert outer.peak_bytes == BUFFER
 
 
-# --- any sequence of allocations --------------------------------------------------------------------
+# --- any sequence of allocations ------------------------------------------------------------------
 
 STEPS = st.lists(
     st.one_of(

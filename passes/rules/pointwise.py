@@ -44,6 +44,12 @@ _UNTAGGED = {
     aten.to.dtype_layout,
     aten.to.other,
     aten.alpha_dropout.default,
+    aten.floor_divide.default,
+    aten.masked_fill.Tensor,
+    aten.polar.default,
+    aten.where.Scalar,
+    aten.where.ScalarOther,
+    aten.where.ScalarSelf,
 }
 
 # Linear in the operands together (a sum of shares goes through).

@@ -18,6 +18,8 @@ A ``Chunk(dim)`` row holds for any range of that dim (rows, a prefix, a window) 
 row itself names factors, for any merged dim too. Dims that are split together are looked up one
 at a time and their operands' placements are joined.
 
+An op without a rule is tried by execution (:mod:`.probe`).
+
 Ops that take sizes need them rewritten: ``sizes="size"`` names the argument that spells the
 output's shape; ``rewrite=`` gives a function for the rest.
 """
@@ -34,6 +36,7 @@ import torch
 from torch import fx
 
 from ...placement import Kind, Placement, Span, Sum, Whole
+from .probe import probe
 
 __all__ = [
     "Operand",
@@ -176,18 +179,20 @@ def rows_of(node: fx.Node, shape: Callable[[fx.Node], tuple[sympy.Expr, ...]]) -
     if cached is not None:
         return cached
     entry = _find(node.target)
-    rows: tuple[Row, ...] = ()
-    if entry is not None:
-        operands = operands_of(node)
-        ranks = [_rank(operand) for operand in operands]
-        out_rank = _rank(node)
-        rows = tuple(
-            Row(
-                out.normalized(out_rank),
-                tuple(p.normalized(rank) for p, rank in zip(ins, ranks, strict=True)),
-            )
-            for out, *ins in entry.function(**_bind(entry.function, node, shape))
+    operands = operands_of(node)
+    ranks = [_rank(operand) for operand in operands]
+    out_rank = _rank(node)
+    if entry is None:
+        table = probe(node, operands, shape)
+    else:
+        table = entry.function(**_bind(entry.function, node, shape))
+    rows = tuple(
+        Row(
+            out.normalized(out_rank),
+            tuple(p.normalized(rank) for p, rank in zip(ins, ranks, strict=True)),
         )
+        for out, *ins in table
+    )
     node.meta["rows"] = rows
     return rows
 
@@ -310,7 +315,3 @@ def rewrite_arguments(
         arguments = entry.rewrite(node, arguments, placement, chunk)
     return arguments
 
-
-def is_rows(span: Span) -> bool:
-    """Whether a span is the chunk's own rows."""
-    return span.kind is Kind.ROWS

@@ -11,6 +11,7 @@ products are the same.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,6 +102,13 @@ def expand(self: Operand, out: Operand) -> Rows:
 @rule(aten.broadcast_to.default, sizes="size")
 def broadcast_to(self: Operand, out: Operand) -> Rows:
     yield from expand(self, out)
+
+
+@rule(operator.getitem)
+def getitem(out: Operand) -> Rows:
+    """An item of a tuple: its dims are those of the tuple's tensors."""
+    for dim in range(out.ndim):
+        yield Chunk(dim), Chunk(dim)
 
 
 @rule(aten.unsqueeze.default)
@@ -255,6 +263,18 @@ def pad(self: Operand, pad: list[Any]) -> Rows:
     for index in range(padded):
         if pad[2 * index] == 0 and pad[2 * index + 1] == 0:
             yield Chunk(self.ndim - 1 - index), Chunk(self.ndim - 1 - index)
+
+
+@rule(aten.view_as_complex.default)
+def view_as_complex(self: Operand) -> Rows:
+    for dim in range(self.ndim - 1):
+        yield Chunk(dim), Chunk(dim)
+
+
+@rule(aten.view_as_real.default)
+def view_as_real(self: Operand) -> Rows:
+    for dim in range(self.ndim):
+        yield Chunk(dim), Chunk(dim)
 
 
 @rule(aten.diagonal.default)

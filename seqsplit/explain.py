@@ -1,0 +1,150 @@
+"""``seqsplit.explain``: what was made of a model, in words and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import api
+from .runtime import chunk_bounds
+
+__all__ = ["Report", "SegmentReport", "explain"]
+
+
+@dataclass(frozen=True)
+class SegmentReport:
+    """One segment.
+
+    Attributes:
+        scope: the module path that it covers.
+        body: the number of its chunk body, counted from 0 over the report.
+        num_chunks: how many chunks it runs in.
+        chunk_size: rows of the sequence per chunk.
+        num_caches: buffers that its chunks read earlier positions from (two per attention).
+        is_head: whether it ends in sums (the loss).
+    """
+
+    scope: str
+    body: int
+    num_chunks: int
+    chunk_size: int
+    num_caches: int
+    is_head: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`explain` returns; ``str()`` of it is meant to be read.
+
+    Attributes:
+        seq_len: the length of the sequence in the explained call, 0 if none was found.
+        segments: in the order in which they run.
+        whole: what runs whole: pairs of (scope with the user's line, reason).
+        distinct_bodies: how many different chunk bodies the segments share.
+        num_chunks: chunks per layer segment.
+        num_graphs: graphs that the call was captured in; more than one means graph breaks.
+        pass_seconds: time spent in each pass of the compiler.
+    """
+
+    seq_len: int
+    segments: tuple[SegmentReport, ...] = ()
+    whole: tuple[tuple[str, str], ...] = ()
+    distinct_bodies: int = 0
+    num_chunks: int = 0
+    num_graphs: int = 1
+    pass_seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def fully_streamed(self) -> bool:
+        """Whether everything that depends on the sequence runs chunk by chunk."""
+        return bool(self.segments) and not self.whole
+
+    def __str__(self) -> str:
+        layers = [segment for segment in self.segments if not segment.is_head]
+        size = (layers or self.segments)[0].chunk_size if self.segments else 0
+        reads = sum(segment.num_caches for segment in self.segments)
+        bodies = "body" if self.distinct_bodies == 1 else "bodies"
+        lines = [
+            f"seqsplit: {self.num_chunks} chunks of {size} along T={self.seq_len}"
+            f" · {len(self.segments)} segments ({self.distinct_bodies} distinct {bodies})"
+            f" · {reads} cached reads"
+        ]
+        lines += [f"  {line}" for line in self._segment_lines()]
+        if self.num_graphs > 1:
+            lines.append(f"graphs  {self.num_graphs}: the capture broke; each was treated alone")
+        if not self.whole:
+            lines.append("whole   none")
+        for scope, reason in self.whole:
+            lines += [f"whole   {scope}", f"        why: {reason}"]
+        return "\n".join(lines)
+
+    def _segment_lines(self) -> list[str]:
+        lines = []
+        for segment in self.segments:
+            kind = "head" if segment.is_head else "layer"
+            lines.append(
+                f"{segment.scope:<40} {kind:<6} body {segment.body}"
+                f"  {segment.num_chunks} x {segment.chunk_size}"
+            )
+        return lines
+
+
+def explain(target: Callable, *args: Any, **kwargs: Any) -> Report:
+    """Run a forward of ``target`` on these inputs and report how it was split.
+
+    Args:
+        target: a module or function, compiled by :func:`seqsplit.compile` or not yet (then it is
+            explained with the default options, and left as it is).
+        args, kwargs: inputs as in training.
+
+    Returns:
+        The :class:`Report`.
+    """
+    handle = api.handle_of(target) or api.handle_for(target)
+    handle.log.clear()
+    with torch.enable_grad():
+        handle(*args, **kwargs)
+    return _report(handle)
+
+
+def _report(handle: api.Handle) -> Report:
+    segments: list[SegmentReport] = []
+    whole: list[tuple[str, str]] = []
+    numbers: dict[int, int] = {}
+    seconds: dict[str, float] = {}
+    length = 0
+    for run in handle.log:
+        if isinstance(run.plan, str):
+            whole.append(("model", run.plan))
+            continue
+        length = max(length, run.length)
+        whole += run.plan.whole
+        for segment in run.plan.segments:
+            rows = segment.chunk_rows(run.length)
+            segments.append(
+                SegmentReport(
+                    scope=segment.scope,
+                    body=numbers.setdefault(id(segment.body), len(numbers)),
+                    num_chunks=len(chunk_bounds(run.length, rows)) - 1,
+                    chunk_size=rows,
+                    num_caches=len(segment.body.caches),
+                    is_head=segment.body.is_head,
+                )
+            )
+        for name, value in run.plan.pass_seconds.items():
+            seconds[name] = seconds.get(name, 0.0) + value
+    layers = [segment for segment in segments if not segment.is_head] or segments
+    return Report(
+        seq_len=length,
+        segments=tuple(segments),
+        whole=tuple(whole),
+        distinct_bodies=len(numbers),
+        num_chunks=max((segment.num_chunks for segment in layers), default=0),
+        num_graphs=len(handle.log),
+        pass_seconds=seconds,
+    )
+
+

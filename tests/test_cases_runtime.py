@@ -1,0 +1,806 @@
+"""Code around and inside a model that breaks recomputation, and calls that differ in kind."""
+
+import copy
+
+import pytest
+import seqsplit
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from compare import Pair, every_output, gradient_differences, relative_error
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from zoo import HANDWRITTEN, batches, hf, nano, probe, rope
+
+CHUNK = 4
+
+
+def check(build, step=None, lengths=(13, 7), streamed=True, chunk_sizes=(1, CHUNK), **options):
+    """Compare at several lengths; `step` defaults to the shifted loss of `model(ids)`."""
+    for chunk_size in chunk_sizes:
+        pair = Pair(build, step=step or probe.step, chunk_size=chunk_size, streamed=streamed)
+        for length in lengths:
+            pair.check(*batches.with_labels(3, length), **options)
+
+
+# ---- Calls in turn (case 14) --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_padded_and_unpadded_calls_in_turn(family):
+    pair = Pair(hf.builder(family), chunk_size=CHUNK)
+    ids, labels = batches.with_labels(3, 13)
+    left, right = batches.padded("left"), batches.padded("right")
+    for batch in (left, (ids, None, labels), right, (ids, None, labels), left):
+        batch = dict(zip(("input_ids", "attention_mask", "labels"), batch, strict=True))
+        pair.check(**{key: value for key, value in batch.items() if value is not None})
+
+
+@pytest.mark.parametrize("name", ["nano-manual", "rope-fused", "sequence-first"])
+def test_sizes_in_turn(name):
+    entry = HANDWRITTEN[name]
+    pair = Pair(entry.build, step=entry.step, chunk_size=CHUNK)
+    for batch, length in ((3, 13), (2, 5), (3, 40), (7, 13), (2, 3), (1, 13), (3, 13)):
+        pair.check(*batches.with_labels(batch, length))
+
+
+def test_results_of_an_earlier_call_stay_as_they_are():
+    """No buffer that a caller can see is used again by a later call or a backward."""
+    pair = Pair(probe.build, chunk_size=CHUNK)
+    first = pair.mine(batches.tokens(3, 13, seed=1))
+    kept = first.detach().clone()
+    second = pair.mine(batches.tokens(3, 13, seed=2))
+    second.square().mean().backward()
+    assert torch.equal(first.detach(), kept)
+    first.square().mean().backward()
+    assert torch.equal(first.detach(), kept)
+
+
+def test_inputs_are_not_changed():
+    pair = Pair(hf.builder("llama"), chunk_size=CHUNK)
+    ids, keep, labels = batches.padded("left")
+    copies = [tensor.clone() for tensor in (ids, keep, labels)]
+    pair.mine(input_ids=ids, attention_mask=keep, labels=labels).loss.backward()
+    assert all(map(torch.equal, (ids, keep, labels), copies))
+
+
+def test_strided_and_expanded_inputs():
+    pair = Pair(probe.build, step=probe.step, chunk_size=CHUNK)
+    wide, tall = batches.tokens(3, 26), batches.tokens(13, 3)
+    for ids in (wide[:, ::2], wide[:, 13:], tall.t(), wide[:1, :13].expand(3, -1)):
+        pair.mine.zero_grad()
+        loss = pair.run_mine(ids, ids)  # as it is: `check` would make a copy of its own layout
+        loss.backward()
+        mine = {name: p.grad for name, p in pair.mine.named_parameters()}
+        expected = pair.check(ids, ids)
+        assert relative_error(expected.goal, loss.detach()) <= 1e-12
+        assert not gradient_differences(expected.gradients, mine)
+
+
+def memory_of_steps(steps):
+    """The largest allocation of each step (a function that returns a loss)."""
+    found = []
+    for step in steps:
+        step().backward()
+        with seqsplit.track_memory() as memory:
+            step().backward()
+        found.append(memory.largest_bytes)
+    return found
+
+
+def test_many_models_of_one_class_all_stay_streamed():
+    """Captures are cached per code object, and the number kept there is limited."""
+    vocab, length = 2000, 256
+    ids, labels = batches.with_labels(1, length, vocab=vocab)
+
+    def step(seed):
+        model = nano.build(vocab=vocab, max_positions=length, layers=1)
+        seqsplit.compile(model, chunk_size=8, head_chunk_size=8)
+        return lambda: model(ids, labels.clamp(min=0))[1]
+
+    found = memory_of_steps(step(seed) for seed in range(12))
+    assert max(found) < length * vocab * 4 / 2
+
+
+def test_many_shapes_all_stay_streamed():
+    vocab = 2000
+    model = nano.build(vocab=vocab, max_positions=300, layers=1)
+    seqsplit.compile(model, chunk_size=8, head_chunk_size=8)
+
+    def step(batch, length):
+        ids = batches.tokens(batch, length, vocab=vocab)
+        return lambda: model(ids, ids)[1]
+
+    shapes = [(batch, 256 + 3 * batch + extra) for batch in (1, 2, 3) for extra in range(5)]
+    found = memory_of_steps(step(*shape) for shape in shapes)
+    for (batch, length), largest in zip(shapes, found, strict=True):
+        assert largest < batch * length * vocab * 4 / 2
+
+
+# ---- The cache (case 32) ------------------------------------------------------------------------
+
+
+def test_the_cache_is_off_while_training_unless_asked_for():
+    model = seqsplit.compile(hf.build("llama", use_cache=True).double(), chunk_size=CHUNK)
+    ids, labels = batches.with_labels(3, 13)
+    out = model(input_ids=ids, labels=labels)
+    assert out.past_key_values is None
+    out.loss.backward()
+    assert model.config.use_cache is True
+
+
+def test_a_cache_asked_for_is_filled_once():
+    pair = Pair(hf.builder("llama"), chunk_size=CHUNK, streamed=False)
+    ids, labels = batches.with_labels(3, 13)
+    caches = []
+    for model in (pair.eager, pair.mine):
+        out = model(input_ids=ids, labels=labels, use_cache=True)
+        out.loss.backward()
+        caches.append(out.past_key_values)
+    eager, mine = caches
+    assert mine.get_seq_length() == eager.get_seq_length() == 13
+    for expected, actual in zip(eager.layers, mine.layers, strict=True):
+        assert relative_error(expected.keys, actual.keys) <= 1e-12
+        assert relative_error(expected.values, actual.values) <= 1e-12
+    expected, actual = (
+        {name: p.grad for name, p in model.named_parameters()} for model in (pair.eager, pair.mine)
+    )
+    assert not gradient_differences(expected, actual)
+
+
+def test_a_cache_from_before_is_continued():
+    """A training call behind an already cached prompt: fewer queries than keys."""
+    pair = Pair(hf.builder("llama"), chunk_size=CHUNK, streamed=False)
+    ids = batches.tokens(2, 13)
+    found = []
+    for model in (pair.eager, pair.mine):
+        with torch.no_grad():
+            cache = model(input_ids=ids[:, :6], use_cache=True).past_key_values
+        out = model(input_ids=ids[:, 6:], past_key_values=cache, use_cache=True)
+        assert out.past_key_values.get_seq_length() == 13
+        out.logits.square().mean().backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert not gradient_differences(*found)
+
+
+# ---- Evaluation (case 33) -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("training", [True, False])
+def test_calls_without_grad_are_the_original(context, training):
+    pair = Pair(nano.build, chunk_size=CHUNK)
+    ids, _ = batches.with_labels(3, 13)
+    pair.mine(ids, ids)[1].backward()
+    for model in (pair.eager, pair.mine):
+        model.train(training)
+    with context():
+        expected, actual = pair.eager(ids, ids), pair.mine(ids, ids)
+    for a, b in zip(expected, actual, strict=True):
+        assert type(b) is torch.Tensor
+        assert torch.equal(a, b)
+        assert not b.requires_grad and b.grad_fn is None
+    pair.check(ids, ids)
+
+
+def test_a_model_that_needs_no_gradient_is_the_original():
+    pair = Pair(lambda: nano.build().requires_grad_(False), chunk_size=CHUNK)
+    ids, _ = batches.with_labels(3, 13)
+    expected, actual = pair.eager(ids, ids)[1], pair.mine(ids, ids)[1]
+    assert torch.equal(expected, actual) and not actual.requires_grad
+
+
+def test_python_runs_in_every_call_without_grad():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = probe.build()
+            self.calls = []
+
+        def forward(self, ids):
+            self.calls.append(ids.shape[1])
+            return self.inner(ids)
+
+    model = seqsplit.compile(Counting(), chunk_size=CHUNK)
+    with torch.no_grad():
+        for length in (13, 7, 13):
+            model(batches.tokens(2, length))
+    assert model.calls == [13, 7, 13]
+
+
+def test_evaluation_between_training_steps():
+    pair = Pair(lambda: nano.build(dropout=0.2), chunk_size=CHUNK)
+    ids, _ = batches.with_labels(3, 13)
+    for _ in range(2):
+        pair.mine.train()
+        pair.mine(ids, ids)[1].backward()
+        for model in (pair.eager, pair.mine):
+            model.eval()
+        with torch.no_grad():
+            assert torch.equal(pair.eager(ids, ids)[1], pair.mine(ids, ids)[1])
+        pair.check(ids, ids)
+
+
+# ---- Logits of a model that computed its loss ---------------------------------------------------
+
+
+def test_logits_beside_the_loss_can_be_used_at_any_time():
+    pair = Pair(hf.builder("llama"), chunk_size=CHUNK)
+    ids, labels = batches.with_labels(3, 13)
+    expected = pair.eager(input_ids=ids).logits.detach()
+    for when in ("before", "after"):
+        out = pair.mine(input_ids=ids, labels=labels)
+        if when == "before":
+            assert relative_error(expected, out.logits.detach()) <= 1e-12
+        out.loss.backward()
+        assert out.logits.shape == expected.shape
+        assert out.logits.dtype == expected.dtype
+        assert torch.equal(out.logits.argmax(-1), expected.argmax(-1))
+        assert relative_error(expected, out.logits.detach()) <= 1e-12
+        assert relative_error(expected[:, -1], out["logits"][:, -1].detach()) <= 1e-12
+
+
+def test_logits_and_loss_both_pass_gradients():
+    pair = Pair(hf.builder("llama"), chunk_size=CHUNK, streamed=False)
+    ids, labels = batches.with_labels(3, 13)
+    for objective in (
+        lambda out: out.loss + 0.01 * out.logits.square().mean(),
+        lambda out: out.logits.logsumexp(-1).mean(),
+        every_output,
+    ):
+        pair.check(input_ids=ids, labels=labels, objective=objective)
+
+
+def test_logits_looked_at_after_the_weights_changed_are_never_silently_others():
+    pair = Pair(hf.builder("llama"), chunk_size=CHUNK)
+    ids, labels = batches.with_labels(3, 13)
+    expected = pair.eager(input_ids=ids).logits.detach()
+    out = pair.mine(input_ids=ids, labels=labels)
+    out.loss.backward()
+    torch.optim.SGD(pair.mine.parameters(), lr=0.5).step()
+    try:
+        actual = out.logits.detach().clone()
+    except seqsplit.errors.StaleLogitsError:
+        return
+    assert relative_error(expected, actual) <= 1e-12
+
+
+# ---- Checkpointing that is already there (case 35) ----------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_hf_gradient_checkpointing(family, reentrant):
+    def build():
+        model = hf.build(family)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return model
+
+    pair = Pair(build, chunk_size=CHUNK, streamed=False)
+    ids, labels = batches.with_labels(3, 13)
+    pair.check(input_ids=ids, labels=labels)
+
+
+class Checkpointed(nn.Module):
+    """Layers under checkpointing: one by one, in pairs, or the whole stack."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.inner = probe.build(layers=4)
+        self.how = how
+
+    def forward(self, ids):
+        x = self.inner.embed(ids)
+        size = {"each": 1, "pairs": 2, "all": 4}[self.how]
+        for start in range(0, 4, size):
+
+            def run(x, start=start):
+                for layer in self.inner.layers[start : start + size]:
+                    x = layer(x)
+                return x
+
+            x = checkpoint(run, x, use_reentrant=False)
+        return self.inner.head(self.inner.norm(x))
+
+
+@pytest.mark.parametrize("how", ["each", "pairs", "all"])
+def test_checkpointing_by_hand(how):
+    check(lambda: Checkpointed(how), streamed=False)
+
+
+# ---- Functions with their own backward, and without any (case 35) -------------------------------
+
+
+class Reversal(torch.autograd.Function):
+    """Identity whose gradient is turned round and scaled: not the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -0.3 * grad
+
+
+class StraightThrough(torch.autograd.Function):
+    """Rounding with the gradient of the identity, kept within limits that are saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (4 * x).round() / 4
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (x.abs() < 1)
+
+
+class HandLinear(torch.autograd.Function):
+    """A linear map with a hand-written weight gradient, doubled so that it is recognisable."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, 2 * grad.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+class WithMiddle(nn.Module):
+    """A decoder with `middle(x, weight)` applied between its layers."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.inner = probe.build()
+        self.middle = middle
+        self.weight = nn.Parameter(torch.eye(20) + 0.1)
+
+    def forward(self, ids):
+        x = self.inner.embed(ids)
+        for layer in self.inner.layers:
+            x = self.middle(layer(x), self.weight)
+        return self.inner.head(self.inner.norm(x))
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        lambda x, weight: Reversal.apply(x) @ weight,
+        lambda x, weight: StraightThrough.apply(x @ weight),
+        lambda x, weight: HandLinear.apply(x, weight),
+    ],
+    ids=["reversal", "straight through", "hand-written linear"],
+)
+def test_custom_backwards_are_kept(middle):
+    check(lambda: WithMiddle(middle), streamed=False)
+
+
+def frozen_branch(x, weight):
+    with torch.no_grad():
+        side = torch.tanh(x @ weight)
+    return x @ weight + side
+
+
+def detached_branch(x, weight):
+    return x @ weight + (x.detach() @ weight).sigmoid()
+
+
+def detached_weight(x, weight):
+    return x @ weight.detach() + x * weight.diagonal()
+
+
+def straight_through_by_detach(x, weight):
+    y = x @ weight
+    return y + (y.sign() - y).detach()
+
+
+def grad_within_no_grad(x, weight):
+    with torch.no_grad():
+        scale = x.abs().mean(-1, keepdim=True)
+        with torch.enable_grad():
+            y = x @ weight
+    return y / (scale + 1)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        frozen_branch,
+        detached_branch,
+        detached_weight,
+        straight_through_by_detach,
+        grad_within_no_grad,
+    ],
+)
+def test_parts_without_gradient(middle):
+    check(lambda: WithMiddle(middle))
+
+
+# ---- In-place updates (case 35) -----------------------------------------------------------------
+
+
+def adds(x, weight):
+    y = x @ weight
+    y += x
+    y.mul_(0.5).add_(1.0)
+    return y
+
+
+def writes_features(x, weight):
+    y = (x @ weight).clone()
+    y[..., :3] = x[..., 3:6] * 2
+    y[:, :, 7].zero_()
+    return y
+
+
+def fills_masked(x, weight):
+    y = x @ weight
+    y.masked_fill_(y > 1.5, 0.25)
+    return y
+
+
+def writes_through_a_view(x, weight):
+    y = x @ weight
+    left, right = y[..., :10], y[..., 10:]
+    left.mul_(2)
+    right.copy_(left + right)
+    return y + left.repeat(1, 1, 2)
+
+
+def writes_into_a_fresh_buffer(x, weight):
+    y = torch.empty_like(x)
+    y.copy_(x @ weight)
+    y[..., 0] += 1
+    return y
+
+
+def relu_in_place(x, weight):
+    return F.relu(x @ weight, inplace=True) + x
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        adds,
+        writes_features,
+        fills_masked,
+        writes_through_a_view,
+        writes_into_a_fresh_buffer,
+        relu_in_place,
+    ],
+)
+def test_in_place_updates(middle):
+    check(lambda: WithMiddle(middle))
+
+
+def writes_one_position(x, weight):
+    """The position belongs to one chunk only."""
+    y = (x @ weight).clone()
+    y[:, 3] = y[:, 3] * 2 + 1
+    y[:, -1] += 0.5
+    return y
+
+
+def test_an_update_of_single_positions():
+    check(lambda: WithMiddle(writes_one_position), streamed=False)
+
+
+class Remembering(nn.Module):
+    """A buffer is updated by each forward: exactly once, whatever is recomputed."""
+
+    def __init__(self, per_token):
+        super().__init__()
+        self.inner = probe.build()
+        self.per_token = per_token
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros(20))
+
+    def forward(self, ids):
+        hidden = self.inner.hidden(ids)
+        self.steps += 1
+        if self.per_token:
+            with torch.no_grad():
+                self.average.mul_(0.9).add_(0.1 * hidden.mean((0, 1)))
+        return self.inner.head(hidden)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_buffers_are_updated_once_per_call(per_token):
+    pair = Pair(lambda: Remembering(per_token), chunk_size=CHUNK, streamed=False)
+    for calls in (1, 2, 3):
+        pair.check(batches.tokens(3, 13))
+        assert pair.mine.steps == calls
+        assert relative_error(pair.eager.average, pair.mine.average) <= 1e-12
+
+
+def test_attributes_and_lists_are_written_once_per_call():
+    class Noting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = probe.build()
+            self.calls = 0
+            self.lengths = []
+
+        def forward(self, ids):
+            self.calls += 1
+            self.lengths.append(ids.shape[1])
+            return self.inner(ids)
+
+    pair = Pair(Noting, chunk_size=CHUNK, streamed=False)
+    for length in (13, 7, 13):
+        pair.check(batches.tokens(3, length))
+    assert pair.mine.calls == pair.eager.calls == 3
+    assert pair.mine.lengths == pair.eager.lengths == [13, 7, 13]
+
+
+def test_a_loss_left_on_the_module():
+    pair = Pair(rope.build, chunk_size=CHUNK, streamed=False)
+    ids, labels = batches.with_labels(3, 13)
+    found = []
+    for model in (pair.eager, pair.mine):
+        model(ids, labels)
+        model.last_loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert relative_error(pair.eager.last_loss.detach(), pair.mine.last_loss.detach()) <= 1e-12
+    assert not gradient_differences(*found)
+
+
+# ---- Modules used more than once (case 35) ------------------------------------------------------
+
+
+class Looped(nn.Module):
+    """One layer for all depths, with an embedding of the depth."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.inner = probe.build(layers=1)
+        self.depth = nn.Embedding(times, 20)
+        self.times = times
+
+    def forward(self, ids):
+        x = self.inner.embed(ids)
+        for index in range(self.times):
+            x = self.inner.layers[0](x + self.depth.weight[index])
+        return self.inner.head(self.inner.norm(x))
+
+
+class Alternating(nn.Module):
+    """Layers A B A B, and a head that is also used in the middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = probe.build(layers=2)
+        self.back = nn.Linear(batches.VOCAB, 20)
+
+    def forward(self, ids):
+        x = self.inner.embed(ids)
+        for layer in [*self.inner.layers, *self.inner.layers]:
+            x = layer(x)
+        x = x + self.back(self.inner.head(x).softmax(-1))
+        return self.inner.head(self.inner.norm(x))
+
+
+class CalledTwiceInALayer(nn.Module):
+    """The same projection makes queries and keys, the same norm is used before both branches."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = probe.build(layers=2)
+        for layer in self.inner.layers:
+            layer.k = layer.q
+            layer.mlp[0] = layer.norm
+
+    def forward(self, ids):
+        return self.inner(ids)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: Looped(3), Alternating, CalledTwiceInALayer], ids=["loop", "ABAB", "q is k"]
+)
+def test_shared_modules(build):
+    check(build)
+
+
+def twice(model, ids, labels):
+    """Two passes of one model in one function, on different lengths."""
+    first = probe.step(model, ids, labels)
+    second = probe.step(model, ids[:, 3:], labels[:, 3:])
+    return first + 0.5 * second
+
+
+def on_its_own_output(model, ids, labels):
+    """The second pass reads what the first one predicted."""
+    with torch.no_grad():
+        predicted = model(ids).argmax(-1)
+    return probe.step(model, predicted, labels)
+
+
+def consistency(model, ids, labels):
+    """Two passes whose hidden states meet in one term."""
+    first, second = model.hidden(ids), model.hidden(labels.clamp(min=0))
+    return (first - second).square().mean()
+
+
+@pytest.mark.parametrize("step", [twice, on_its_own_output, consistency])
+def test_a_model_called_twice_in_a_function(step):
+    check(probe.build, step=step, streamed=False)
+
+
+# ---- Hooks (case 35) ----------------------------------------------------------------------------
+
+
+def test_forward_hooks_that_change_values():
+    def build():
+        model = probe.build()
+        model.layers[0].register_forward_hook(lambda module, args, out: out * 1.5)
+        model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] + 0.25,))
+        model.head.register_forward_hook(lambda module, args, out: out - 1)
+        return model
+
+    check(build)
+
+
+def test_forward_hooks_on_the_compiled_module_itself():
+    fired = []
+
+    def build():
+        model = probe.build()
+        model.register_forward_pre_hook(lambda module, args: fired.append("before"))
+        model.register_forward_hook(lambda module, args, out: out * 2)
+        return model
+
+    pair = Pair(build, chunk_size=CHUNK)
+    for _ in range(2):
+        fired.clear()
+        pair.check(batches.tokens(3, 13))
+        assert fired == ["before", "before"]  # once for each twin
+
+
+def test_hooks_added_and_removed_between_calls():
+    pair = Pair(probe.build, chunk_size=CHUNK)
+    ids = batches.tokens(3, 13)
+    pair.check(ids)
+    handles = [
+        model.layers[0].register_forward_hook(lambda module, args, out: out * 1.5)
+        for model in (pair.eager, pair.mine)
+    ]
+    pair.check(ids)
+    for handle in handles:
+        handle.remove()
+    pair.check(ids)
+
+
+def test_a_hook_that_collects_hidden_states():
+    pair = Pair(probe.build, chunk_size=CHUNK, streamed=False)
+    seen = {}
+    for which, model in (("eager", pair.eager), ("mine", pair.mine)):
+
+        def collect(module, args, out, which=which):
+            seen[which] = out.detach().clone()
+
+        model.layers[0].register_forward_hook(collect)
+    pair.check(batches.tokens(3, 13))
+    assert relative_error(seen["eager"], seen["mine"]) <= 1e-12
+
+
+@pytest.mark.parametrize("family", ["llama"])
+def test_hf_hidden_states_and_attentions(family):
+    pair = Pair(hf.builder(family, "eager"), chunk_size=CHUNK, streamed=False)
+    ids, labels = batches.with_labels(3, 13)
+    pair.check(input_ids=ids, labels=labels, output_hidden_states=True)
+    pair.check(input_ids=ids, labels=labels, output_attentions=True)
+
+
+def test_backward_hooks_of_modules():
+    pair = Pair(probe.build, chunk_size=CHUNK, streamed=False)
+    seen = {"eager": [], "mine": []}
+    for which, model in (("eager", pair.eager), ("mine", pair.mine)):
+
+        def hook(module, grad_input, grad_output, which=which):
+            seen[which].append(grad_output[0].norm().item())
+
+        model.layers[1].register_full_backward_hook(hook)
+    pair.check(batches.tokens(3, 13))
+    assert seen["mine"] == pytest.approx(seen["eager"], rel=1e-9)
+
+
+# ---- Errors and side conditions -----------------------------------------------------------------
+
+
+def test_the_models_own_errors_come_through():
+    class Limited(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = probe.build()
+
+        def forward(self, ids):
+            if ids.shape[1] > 20:
+                raise ValueError("at most 20 tokens")
+            return self.inner(ids)
+
+    model = seqsplit.compile(Limited(), chunk_size=CHUNK)
+    model(batches.tokens(2, 13)).sum().backward()
+    with pytest.raises(ValueError, match="at most 20 tokens"):
+        model(batches.tokens(2, 21))
+    model(batches.tokens(2, 13)).sum().backward()
+
+
+def test_a_branch_on_the_length():
+    """The model takes another path beyond a length; both are right."""
+
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = probe.build()
+
+        def forward(self, ids):
+            x = self.inner.hidden(ids)
+            return self.inner.head(x * 2 if ids.shape[1] > 10 else x - 1)
+
+    check(Branching, lengths=(13, 7, 10, 11))
+
+
+def test_without_dropout_no_random_number_is_drawn():
+    pair = Pair(nano.build, chunk_size=CHUNK)
+    ids, _ = batches.with_labels(3, 13)
+    pair.check(ids, ids)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    pair.mine(ids, ids)[1].backward()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_capture_and_validation_draw_no_random_numbers_either():
+    model = seqsplit.compile(nano.build(), chunk_size=CHUNK)
+    ids, _ = batches.with_labels(3, 13)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    model(ids, ids)[1].backward()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_global_flags_are_left_as_they_were():
+    model = seqsplit.compile(nano.build(), chunk_size=CHUNK)
+    ids, _ = batches.with_labels(3, 13)
+
+    def flags():
+        return (
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch._dynamo.config.specialize_float,
+            torch._dynamo.config.recompile_limit,
+        )
+
+    before = flags()
+    model(ids, ids)[1].backward()
+    assert flags() == before
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_distributed_data_parallel(one_rank, tied):
+    """The reducer raises if a parameter is marked ready twice, or never."""
+    eager = nano.build(tied=tied).double()
+    mine = seqsplit.compile(copy.deepcopy(eager), chunk_size=CHUNK)
+    ids, _ = batches.with_labels(3, 13)
+    found = []
+    for model in (eager, mine):
+        parallel = nn.parallel.DistributedDataParallel(model)
+        for _ in range(3):
+            parallel(ids, ids)[1].backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert not gradient_differences(*found)

@@ -1,0 +1,97 @@
+"""Memory of a streamed step grows with the sequence as the floor says, and nothing is square."""
+
+import pytest
+import torch
+
+from benchmarks import common
+from benchmarks.floor import floor
+from benchmarks.memory_growth import expected_bytes, slopes
+from benchmarks.models import SHAPES
+from seqsplit.memory import track_memory
+
+SHAPE = SHAPES["tiny"]
+LENGTHS = (1024, 2048, 4096)
+CHUNK = 128
+
+
+def measure(method: str, lengths: tuple[int, ...], batch_size: int = 1) -> list[dict]:
+    model = common.make_model(SHAPE, torch.float32, "cpu")
+    loss, trained = common.build(method, model, CHUNK)
+    common.train_step(loss, trained, common.make_batch(SHAPE, 2 * CHUNK, batch_size))  # compiles
+    runs = []
+    for length in lengths:
+        batch = common.make_batch(SHAPE, length, batch_size)
+        trained.zero_grad(set_to_none=True)
+        with track_memory() as memory:
+            common.train_step(loss, trained, batch)
+        runs.append(
+            {
+                "length": length,
+                "peak_bytes": memory.peak_bytes,
+                "largest_bytes": memory.largest_bytes,
+                "largest_op": memory.largest_op,
+            }
+        )
+    return runs
+
+
+@pytest.fixture(scope="module")
+def streamed() -> list[dict]:
+    return measure(common.OURS, LENGTHS)
+
+
+def test_the_floor_by_hand():
+    # 8 checkpoints of 512, K V dK dV of 2 heads of 64, dx and dy of 512, 4 bytes each.
+    least = floor(SHAPES["small"], torch.float32)
+    assert least.checkpoints == 4 * 8 * 512
+    assert least.live_set == 4 * (4 * 128 + 2 * 512)
+    assert least.total == 22_528
+    assert floor(SHAPES["small"], torch.bfloat16).total == 11_264
+    assert floor(SHAPES["small"], torch.float32, segments=2).checkpoints == 4 * 2 * 512
+
+
+def test_slopes_and_what_they_foretell():
+    runs = [{"length": n, "peak_bytes": 1000 + 7 * n} for n in (10, 20, 40)]
+    assert slopes(runs) == [7.0, 7.0]
+    assert expected_bytes(runs, 80) == 1000 + 7 * 80
+    assert expected_bytes(runs[:1], 20) == 2 * 1070
+    assert expected_bytes([], 80) == 0
+
+
+def test_growth_is_at_most_1_15_times_the_floor(streamed):
+    least = floor(SHAPE, torch.float32).total
+    assert len(streamed) == len(LENGTHS)
+    for slope in slopes(streamed):
+        assert slope <= 1.15 * least
+
+
+def test_nothing_is_of_size_t_by_t_or_t_by_vocabulary(streamed):
+    check_largest(streamed[-1], rows=LENGTHS[-1])
+
+
+def test_nothing_is_of_size_t_by_t_or_t_by_vocabulary_in_a_batch(streamed):
+    (run,) = measure(common.OURS, (1024,), batch_size=2)
+    check_largest(run, rows=2 * 1024)
+    # Two sequences of 1024 need what one of 2048 does, less what does not go with the batch.
+    (same,) = (other for other in streamed if other["length"] == 2048)
+    assert run["peak_bytes"] <= 1.15 * same["peak_bytes"]
+
+
+def check_largest(run: dict, rows: int) -> None:
+    made_by = run["largest_op"]
+    assert run["largest_bytes"] < 4 * rows * SHAPE.vocab, made_by
+    assert run["largest_bytes"] < rows * run["length"], made_by  # not even of bools
+    # The largest there may be: one value of the residual stream, a weight's gradient.
+    residual, head = 4 * rows * SHAPE.d, 4 * SHAPE.vocab * SHAPE.d
+    assert run["largest_bytes"] <= max(residual, head), made_by
+
+
+def test_the_baselines_grow_faster():
+    """The measure tells methods apart: checkpointing is above the floor by far, eager by more."""
+    least = floor(SHAPE, torch.float32).total
+    lengths = (512, 1024)
+    (checkpointed,) = slopes(measure(common.CHUNKED, lengths))
+    (whole_loss,) = slopes(measure(common.CHECKPOINTED, lengths))
+    (eager,) = slopes(measure(common.EAGER, lengths))
+    assert 2 * least < checkpointed <= whole_loss < eager
+    assert eager > 8 * least
