@@ -33,7 +33,9 @@ test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed-test
-	set -e; for name in $(BENCHMARKS); do $(VENV_PYTHON) -m benchmarks.$$name; done
+	status=0; \
+	for name in $(BENCHMARKS); do $(VENV_PYTHON) -m benchmarks.$$name || status=1; done; \
+	exit $$status
 
 # Uninstalled, the package is in two folders. Put together by links it is what an installation
 # would be, and the links are what Python sees from inside $(SITE).

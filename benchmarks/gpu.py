@@ -40,9 +40,10 @@ FUSED = [
     SDPBackend.CUDNN_ATTENTION,
 ]
 
-# Allowed error of our gradients as a multiple of eager's own error in the same type. float32 sums
-# in another order, whose luck differs; bfloat16 is dominated by roundings both of them make.
-ALLOWED = {torch.float32: 3.0, torch.bfloat16: 1.25}
+# Allowed error of our gradients as a multiple of eager's own error in the same type: of all
+# gradients taken together, and of the worst parameter. A small parameter's error is a matter of
+# luck, and in float32 so is the order of the sums; a wrong gradient is off by orders of magnitude.
+ALLOWED = {torch.float32: (2.0, 3.0), torch.bfloat16: (1.1, 2.0)}
 
 Step = Callable[[], Tensor]
 
@@ -96,7 +97,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def exactness(screen: common.Screen, options: argparse.Namespace, budget: Budget) -> list[dict]:
     cases = {"decoder": decoder_case, "Qwen3 (transformers)": qwen3_case}
-    chunks = (64, 100, 1000)
+    chunks = (64, 100)  # of 257 positions: a last chunk of one, and of 57
     rows = []
     with screen.progress("exactness", len(cases) * len(ALLOWED)) as begin:
         for name, make in cases.items():
@@ -112,16 +113,14 @@ def exactness(screen: common.Screen, options: argparse.Namespace, budget: Budget
                     break
                 rows += compare_gradients(name, model, loss_of, dtype, chunks)
     screen.table(
-        "Gradients against float64: largest relative error of a parameter",
-        ["", "type", "chunk", "eager", "seqsplit", "ratio", ""],
+        "Relative error of gradients against float64: of all together, of the worst parameter",
+        ["", "type", "chunk", "eager", "seqsplit", "ratio", "eager", "seqsplit", "ratio", ""],
         [
             [
                 row["case"],
                 row["dtype"],
                 row["chunk"],
-                f"{row['eager_error']:.2e}",
-                f"{row['error']:.2e}",
-                f"{row['error'] / row['eager_error']:.2f}",
+                *(cell for kind in ("overall", "worst") for cell in error_cells(row[kind])),
                 "ok" if row["ok"] else "WRONG",
             ]
             for row in rows
@@ -170,18 +169,19 @@ def compare_gradients(
     on_gpu = next(model.parameters()).is_cuda
     rows = []
     with sdpa_kernel(FUSED) if on_gpu else nullcontext():
-        eager_error = largest_error(gradients(copy.deepcopy(rounded), loss_of), reference)
+        eager = errors(gradients(copy.deepcopy(rounded), loss_of), reference)
         for chunk in chunks:
             ours = seqsplit.compile(copy.deepcopy(rounded), chunk_size=chunk, head_chunk_size=chunk)
-            error = largest_error(gradients(ours, loss_of), reference)
+            found = errors(gradients(ours, loss_of), reference)
+            pairs = list(zip(found, eager, ALLOWED[dtype], strict=True))
             rows.append(
                 {
                     "case": name,
                     "dtype": str(dtype).removeprefix("torch."),
                     "chunk": chunk,
-                    "eager_error": eager_error,
-                    "error": error,
-                    "ok": error <= ALLOWED[dtype] * eager_error,
+                    "overall": {"eager": eager[0], "seqsplit": found[0]},
+                    "worst": {"eager": eager[1], "seqsplit": found[1]},
+                    "ok": all(error <= limit * own for error, own, limit in pairs),
                 }
             )
     return rows
@@ -192,15 +192,24 @@ def gradients(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> dict[
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def largest_error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """Largest relative error of a parameter's gradient, norm-wise; NaN counts as infinite."""
-    worst = 0.0
+def errors(found: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, float]:
+    """Relative norm-wise error of all gradients, and the largest of a single parameter's.
+
+    A gradient that is missing or not finite makes both infinite.
+    """
+    wrong = total = worst = 0.0
     for name, exact in reference.items():
-        if found[name] is None:
-            return float("inf")
-        error = ((found[name].double() - exact).norm() / exact.norm()).item()
-        worst = max(worst, error if error == error else float("inf"))
-    return worst
+        if found[name] is None or not found[name].isfinite().all():
+            return float("inf"), float("inf")
+        error = (found[name].double() - exact).square().sum().item()
+        size = exact.square().sum().item()
+        wrong, total, worst = wrong + error, total + size, max(worst, error / size)
+    return (wrong / total) ** 0.5, worst**0.5
+
+
+def error_cells(error: dict[str, float]) -> list[str]:
+    eager, ours = error["eager"], error["seqsplit"]
+    return [f"{eager:.1e}", f"{ours:.1e}", f"{ours / eager:.2f}"]
 
 
 # --- 2. memory and time -------------------------------------------------------------------------
@@ -213,8 +222,12 @@ def comparison(screen: common.Screen, options: argparse.Namespace, budget: Budge
         name: common.build(name, model, options.chunk) for name in (common.OURS, common.CHUNKED)
     }
     results: dict[int, dict] = {}
-    expected = 60.0  # the first length compiles
-    with screen.progress("comparison", len(options.lengths)) as begin:
+    expected = 0.0
+    with screen.progress("comparison", 1 + len(options.lengths)) as begin:
+        begin("compiling")
+        short = common.make_batch(shape, 2 * options.chunk, options.batch, options.device)
+        for loss, trained in methods.values():
+            common.train_step(loss, trained, short)
         for length in options.lengths:
             begin(f"T={length}")
             if not budget.allows(expected):
@@ -224,7 +237,7 @@ def comparison(screen: common.Screen, options: argparse.Namespace, budget: Budge
             batch = common.make_batch(shape, length, options.batch, options.device)
             found = results[length] = {}
             for name, (loss, trained) in methods.items():
-                common.train_step(loss, trained, batch)  # warm-up, compilation
+                common.train_step(loss, trained, batch)  # warm-up
                 found[name] = {"peak_bytes": peak_of(loss, trained, batch, options.device)}
             pairs = []
             for index in range(options.pairs):
@@ -293,9 +306,9 @@ def longest(screen: common.Screen, options: argparse.Namespace, budget: Budget) 
     results = {}
     methods = (common.CHUNKED, common.OURS)
     share = budget.left / len(methods)
-    with screen.progress("longest", len(methods)) as begin, MemoryLimit(options):
+    with screen.progress("longest", 8 * len(methods)) as begin, MemoryLimit(options):
         for index, name in enumerate(methods):
-            until = budget.left - share * (len(methods) - index)
+            reserved = share * (len(methods) - 1 - index)  # for the methods that follow
             model = common.make_model(shape, dtype, options.device)
             if name == common.OURS:
                 loss = seqsplit.compile(
@@ -303,12 +316,15 @@ def longest(screen: common.Screen, options: argparse.Namespace, budget: Budget) 
                 )
             else:
                 loss = baselines.checkpointed_chunked(model, options.chunk)
+            begin(f"{name}, warm-up")
+            try_length(loss, model, 2 * options.chunk, options)  # compiles
+            release(model)
             fits: list[dict] = []
             fails: int | None = None
             length, stopped = options.longest_from, "does not fit"
             while True:
                 begin(f"{name}, T={length}")
-                if fits and not budget.allows(until + 4 * fits[-1]["seconds"]):
+                if fits and not budget.allows(reserved + 4 * fits[-1]["seconds"]):
                     stopped = "out of time"
                     break
                 seconds = try_length(loss, model, length, options)
@@ -382,8 +398,11 @@ def try_length(
 
 
 def release(model: nn.Module | None) -> None:
+    """Give back a model's gradients, or with ``None`` whatever earlier models have left."""
     if model is not None:
         model.zero_grad(set_to_none=True)
+    else:
+        torch._dynamo.reset()  # its caches hold on to models that are gone
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -187,8 +187,14 @@ def _ones(bands: Bands, node: fx.Node, arguments: dict) -> Any:
 
 
 @_on(
-    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default,
-    aten.contiguous.default, aten.clone.default, aten.alias.default, aten.detach.default,
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten._to_copy.default,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
     aten.lift_fresh_copy.default,
 )
 def _cast(bands: Bands, node: fx.Node, arguments: dict) -> Any:
@@ -199,8 +205,14 @@ def _cast(bands: Bands, node: fx.Node, arguments: dict) -> Any:
 
 
 @_on(
-    aten.expand.default, aten.unsqueeze.default, aten.view.default, aten.reshape.default,
-    aten.transpose.int, aten.permute.default, aten.squeeze.dim, aten.t.default,
+    aten.expand.default,
+    aten.unsqueeze.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.squeeze.dim,
+    aten.t.default,
 )
 def _rename(bands: Bands, node: fx.Node, arguments: dict) -> Any:
     source = arguments["self"]
@@ -356,9 +368,12 @@ def _compare(bands: Bands, node: fx.Node, arguments: dict) -> Any:
     difference = _plus(left, right, -1.0)
     if difference.is_const:
         holds = {
-            "le": difference.const <= 0, "lt": difference.const < 0,
-            "ge": difference.const >= 0, "gt": difference.const > 0,
-            "eq": difference.const == 0, "ne": difference.const != 0,
+            "le": difference.const <= 0,
+            "lt": difference.const < 0,
+            "ge": difference.const >= 0,
+            "gt": difference.const > 0,
+            "eq": difference.const == 0,
+            "ne": difference.const != 0,
         }[name]
         return Affine(const=float(holds))
     if len(difference.coefficients) != 2 or name == "ne":

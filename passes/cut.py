@@ -266,9 +266,7 @@ def _with_factors(
     )
 
 
-def merged_factors(
-    facts: Facts, node: fx.Node, dim: int
-) -> tuple[sympy.Expr, sympy.Expr] | None:
+def merged_factors(facts: Facts, node: fx.Node, dim: int) -> tuple[sympy.Expr, sympy.Expr] | None:
     """The factors around the sequence in a merged dim: found where it was merged.
 
     Returns ``None`` for a dim that is the sequence alone, or whose merge is out of sight.
@@ -312,6 +310,5 @@ def _ends(facts: Facts, order: list[fx.Node], tail: set[fx.Node]) -> list[fx.Nod
     return [
         node
         for node in order
-        if node in facts.stream
-        and any(user.op == "output" or user in tail for user in node.users)
+        if node in facts.stream and any(user.op == "output" or user in tail for user in node.users)
     ]

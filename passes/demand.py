@@ -41,6 +41,7 @@ _FREE = {
     aten.contiguous.default,
     aten.clone.default,
     aten.expand.default,
+    aten.flatten.using_ints,
     aten.permute.default,
     aten.repeat_interleave.self_int,
     aten.reshape.default,
@@ -288,9 +289,7 @@ class _Pushing:
         rank = node.meta["val"].ndim
         others = [item for item in placement.spans if item[0] != rank - 2]
         if others or placement.dims.get(rank - 2, Span(Kind.KEYS)).kind is not Kind.ROWS:
-            return Compute(
-                tuple(zip(operands_of(node), pull(node, placement, self._facts.shape)))
-            )
+            return Compute(tuple(zip(operands_of(node), pull(node, placement, self._facts.shape))))
         read = self._reads.fused.get(node, Read(None))
         if self._facts.shape(query)[-2] != self._facts.shape(key)[-2] and arguments["is_causal"]:
             raise Unsplittable(node, "is_causal between sequences of different lengths")

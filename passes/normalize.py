@@ -113,9 +113,10 @@ def normalize_means(facts: Facts) -> bool:
         new = None
         if node.target in (aten.mean.default, aten.mean.dim):
             new = _mean(facts, node)
-        elif node.target is aten.cross_entropy_loss.default:
-            new = _mean_of_classes(facts, node)
-        elif node.target in (aten.nll_loss_nd.default, aten.nll_loss.default):
+        elif node.target is aten.cross_entropy_loss.default or node.target in (
+            aten.nll_loss_nd.default,
+            aten.nll_loss.default,
+        ):
             new = _mean_of_classes(facts, node)
         elif node.target in ELEMENTWISE_LOSSES:
             new = _mean_of_elements(facts, node)

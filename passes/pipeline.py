@@ -34,6 +34,7 @@ from .lower import lower
 from .normalize import normalize, normalize_means
 from .rules.registry import Unsplittable
 from .scope import describe, scope_of
+from .sizes import express_sizes
 from .split import draws_random, split
 from .stitch import Placed, stitch
 from .validate import Validator
@@ -94,12 +95,14 @@ def build_plan(
         lowered = lower(captured, examples)
     with clock("normalize"):
         normalize(lowered)
+        express_sizes(lowered)
     with clock("propagate"):
         sequence = find_sequence(lowered, options.seq_dim)
         if sequence is None:
             return None
         facts = propagate(lowered, sequence)
         if normalize_means(facts):
+            express_sizes(lowered)
             facts = propagate(lowered, sequence)
     with clock("attend"):
         reads = attend(facts)
@@ -279,5 +282,3 @@ def _width(facts: Facts, nodes: Sequence[fx.Node], available: set[fx.Node]) -> i
             count *= float(size.subs({s: hints.get(s, 2) for s in size.free_symbols}))
         widest = max(widest, int(count / hints.get(facts.sequence, 1)))
     return widest
-
-

@@ -22,7 +22,8 @@ from ..plan import Body, BodyInput, BodyOutput, CacheSpec
 from .demand import Attend, Compute, Demands, Input, ReadKeys
 from .facts import Facts
 from .lower import Region
-from .rules.registry import Unsplittable, arguments_of, operands_of, rewrite_arguments
+from .rules.registry import Unsplittable, arguments_of, rewrite_arguments
+from .sizes import OPERATORS, write_expression
 
 __all__ = ["SplitSegment", "draws_random", "split"]
 
@@ -174,7 +175,10 @@ class _Writer:
         }
         module = _finish(self._graph, placeholders, outputs)
         fill = _finish(self._graph, placeholders, tuple(self._reads)) if self._reads else None
-        specs = tuple(BodyInput(operands.index(node), placement) for node, placement in inputs)
+        specs = tuple(
+            BodyInput(operands.index(node), placement, self._surplus(node, placement))
+            for node, placement in inputs
+        )
         body = Body(
             module=module,
             fill=fill,
@@ -185,6 +189,12 @@ class _Writer:
             fingerprint=self._fingerprint(module, specs, (*operands, *targets)),
         )
         return SplitSegment(body, tuple(operands), tuple(sizes))
+
+    def _surplus(self, node: fx.Node, placement: Placement) -> int:
+        for dim, span in placement.spans:
+            middle = sympy.cancel(self.shape(node)[dim] / (span.outer * span.inner))
+            return int(middle - self._facts.sequence)
+        return 0
 
     def _output(self, node: fx.Node, placement: Placement) -> BodyOutput:
         needs_grad = node in self._facts.needs_grad
@@ -294,7 +304,9 @@ class _Writer:
         new.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack")}
         for context in reversed(contexts):
             self._graph.call_function(torch.amp.autocast_mode._exit_autocast, (context,))
-        self._trace.append(getattr(node.target, "fingerprint", "") and repr(node.target.fingerprint))
+        self._trace.append(
+            getattr(node.target, "fingerprint", "") and repr(node.target.fingerprint)
+        )
         return new
 
     def _detached(self, value: fx.Node) -> fx.Node:
@@ -334,21 +346,14 @@ class _Writer:
 
     def _expression(self, expr: sympy.Expr) -> Any:
         """A size of the whole values, as a number or a node."""
-        if expr.is_Integer:
-            return int(expr)
-        if expr == self._facts.sequence:
+        return write_expression(expr, self._symbol, self._arithmetic)
+
+    def _symbol(self, symbol: sympy.Symbol) -> fx.Node:
+        if symbol == self._facts.sequence:
             return self._length
-        if isinstance(expr, sympy.Symbol):
-            if expr not in self._sizes:
-                self._sizes[expr] = self._placeholder(f"size_{len(self._sizes)}")
-            return self._sizes[expr]
-        function = _OPERATORS.get(expr.func) or _OPERATORS.get(expr.func.__name__)
-        if function is None:
-            raise ValueError(f"no way to write the size {expr}")
-        result, *rest = (self._expression(arg) for arg in expr.args)
-        for value in rest:
-            result = self._arithmetic(function, result, value)
-        return result
+        if symbol not in self._sizes:
+            self._sizes[symbol] = self._placeholder(f"size_{len(self._sizes)}")
+        return self._sizes[symbol]
 
     def _arithmetic(self, function: Callable, left: Any, right: Any) -> Any:
         if not isinstance(left, fx.Node) and not isinstance(right, fx.Node):
@@ -374,17 +379,7 @@ def _takes_parts(recipe: Compute | Attend) -> bool:
     return isinstance(recipe, Attend) and recipe.parts
 
 
-_OPERATORS: dict[Any, Callable] = {
-    sympy.Add: operator.add,
-    sympy.Mul: operator.mul,
-    sympy.Pow: operator.pow,
-    "FloorDiv": operator.floordiv,
-    "PythonMod": operator.mod,
-    "Mod": operator.mod,
-    "Max": max,
-    "Min": min,
-}
-_NUMBERS = {*_OPERATORS.values(), operator.sub, primitives.keys_start}
+_NUMBERS = {*OPERATORS.values(), operator.sub, primitives.keys_start}
 
 
 def _as_call(target: torch._ops.OpOverload, arguments: dict[str, Any]) -> tuple[tuple, dict]:

@@ -19,6 +19,7 @@ from ..plan import Segment
 from .cut import Cuts
 from .facts import Facts
 from .lower import Region
+from .sizes import symbol_source, write_expression
 from .split import SplitSegment
 
 __all__ = ["Placed", "stitch"]
@@ -86,7 +87,9 @@ class _Stitching:
         self._graph.lint()
         for node in self._graph.nodes:
             if node.op == "get_attr" and not hasattr(self._segments, node.target):
-                setattr(self._segments, node.target, getattr(self._facts.lowered.module, node.target))
+                setattr(
+                    self._segments, node.target, getattr(self._facts.lowered.module, node.target)
+                )
         return fx.GraphModule(self._segments, self._graph, class_name="Outer")
 
     def _place_segments(self, placed: Sequence[Placed], index: int) -> None:
@@ -136,34 +139,19 @@ class _Stitching:
 
     def _size(self, symbol: sympy.Symbol) -> fx.Node:
         """The value of a symbol: an input, or the size of one."""
-        if symbol in self._sizes:
-            return self._sizes[symbol]
-        lowered = self._facts.lowered
-        for node in lowered.placeholders:
-            held = node.meta.get("val")
-            if isinstance(held, torch.SymInt) and lowered.expr(held) == symbol:
-                self._sizes[symbol] = self._new[node]
-                return self._new[node]
-        for node in lowered.placeholders:
-            held = node.meta.get("val")
-            if isinstance(held, torch.Tensor) and symbol in lowered.shape(node):
-                dim = lowered.shape(node).index(symbol)
-                self._sizes[symbol] = self._graph.call_function(
-                    aten.sym_size.int, (self._new[node], dim)
-                )
-                return self._sizes[symbol]
-        raise KeyError(f"no input has the size {symbol}")
+        if symbol not in self._sizes:
+            node, dim = symbol_source(self._facts.lowered, symbol)
+            value = self._new[node]
+            if dim is not None:
+                value = self._graph.call_function(aten.sym_size.int, (value, dim))
+            self._sizes[symbol] = value
+        return self._sizes[symbol]
 
     def _expression(self, expr: sympy.Expr) -> Any:
-        if expr.is_Integer:
-            return int(expr)
-        if isinstance(expr, sympy.Symbol):
-            return self._size(expr)
-        function = {sympy.Add: operator.add, sympy.Mul: operator.mul}[expr.func]
-        result, *rest = (self._expression(arg) for arg in expr.args)
-        for value in rest:
-            result = self._graph.call_function(function, (result, value))
-        return result
+        def call(function: Any, left: Any, right: Any) -> fx.Node:
+            return self._graph.call_function(function, (left, right))
+
+        return write_expression(expr, self._size, call)
 
 
 def _is_kept(node: fx.Node) -> bool:

@@ -35,7 +35,9 @@ RunSegment = Callable[..., tuple[Tensor, ...]]
 
 def uneven_bounds(length: int) -> list[int]:
     """Chunks of different sizes, one of them a single row."""
-    return sorted({0, length // 3 + 1, length // 3 + 2, length - 2, length} & set(range(length + 1)))
+    return sorted(
+        {0, length // 3 + 1, length // 3 + 2, length - 2, length} & set(range(length + 1))
+    )
 
 
 class Validator:
@@ -86,7 +88,7 @@ class Validator:
         expected: Sequence[Tensor],
         got: Sequence[Tensor],
     ) -> str | None:
-        for node, want, have in zip(values, expected, got):
+        for node, want, have in zip(values, _detached(expected), _detached(got)):
             if want.shape != have.shape:
                 return f"{node} has shape {list(have.shape)} instead of {list(want.shape)}"
             error = relative_error(have, want)
@@ -225,6 +227,10 @@ def gradient_error(have: Tensor | None, want: Tensor | None, scale: Tensor) -> f
         other = have if want is None else want
         return 0.0 if other is None or not other.any() else float("inf")
     return float((have - want).norm() / torch.maximum(want.norm(), 1e-6 * scale).clamp_min(1e-30))
+
+
+def _detached(values: Sequence[Tensor]) -> list[Tensor]:
+    return [value.detach() for value in values]
 
 
 def _attribute(module: torch.nn.Module, path: str) -> Any:

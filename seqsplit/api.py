@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -193,7 +194,12 @@ class Handle:
 
 
 def _defer(
-    segment: Segment, shape: list[int], dtype: torch.dtype, length: int, sizes: tuple, operands: tuple
+    segment: Segment,
+    shape: list[int],
+    dtype: torch.dtype,
+    length: int,
+    sizes: tuple,
+    operands: tuple,
 ) -> DeferredTensor:
     like = torch.empty(shape, dtype=dtype, device="meta")
     return DeferredTensor(like, lambda: run_segment(segment, length, sizes, operands)[0], operands)
@@ -222,9 +228,12 @@ def _capture_settings() -> Iterator[None]:
             break
     with (
         torch._dynamo.config.patch(**settings),
+        warnings.catch_warnings(),
         # Two dims of the same size (a batch as long as the sequence) stay two symbols.
         symbolic_shapes_config.patch(use_duck_shape=False),
     ):
+        # Dynamo looks at .grad of every input.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
         yield
 
 

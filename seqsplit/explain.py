@@ -146,5 +146,3 @@ def _report(handle: api.Handle) -> Report:
         num_graphs=len(handle.log),
         pass_seconds=seconds,
     )
-
-

@@ -113,14 +113,12 @@ class Placement:
     __repr__ = __str__
 
 
-def Chunk(  # noqa: N802 - reads as a type in the rule tables
-    dim: int, outer: sympy.Expr = sympy.S.One, inner: sympy.Expr = sympy.S.One
-) -> Placement:
+def Chunk(dim: int, outer: sympy.Expr = sympy.S.One, inner: sympy.Expr = sympy.S.One) -> Placement:
     """The chunk's own rows along ``dim``, whose size is ``outer * T * inner``."""
     return Placement(((dim, ROWS.factored(outer, inner)),))
 
 
-def Prefix(dim: int, window: int | None = None) -> Placement:  # noqa: N802
+def Prefix(dim: int, window: int | None = None) -> Placement:
     """Everything along ``dim`` up to the chunk's end, or a window of it."""
     return Placement(((dim, Span(Kind.KEYS, window)),))
 

@@ -46,10 +46,17 @@ class Options:
 
 @dataclass(frozen=True)
 class BodyInput:
-    """A tensor that the body takes: which operand of the segment, and which part of it."""
+    """A tensor that the body takes.
+
+    Attributes:
+        operand: which of the segment's operands it is a part of.
+        placement: which part.
+        surplus: the sequence is ``T + surplus`` long in that operand.
+    """
 
     operand: int
     placement: Placement
+    surplus: int = 0
 
 
 @dataclass(frozen=True)

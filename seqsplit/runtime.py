@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .errors import DoubleBackwardError, format_message
 from .placement import Kind, Placement, Span
-from .plan import BodyOutput, Segment
+from .plan import BodyInput, BodyOutput, Segment
 from .primitives import Cache, Replay, keys_start
 
 __all__ = ["chunk_bounds", "run_segment"]
@@ -100,7 +100,9 @@ class _Run:
         """The parts of the operands that one chunk takes: views."""
         start, end = self.chunks[index]
         return [
-            take_part(operands[spec.operand], spec.placement, start, end, self.length)
+            take_part(
+                operands[spec.operand], spec.placement, start, end, self.length + spec.surplus
+            )
             for spec in self.segment.body.inputs
         ]
 
@@ -120,12 +122,14 @@ class _SegmentFunction(torch.autograd.Function):
         else:
             outputs = _forward(run, operands)
             ctx.save_for_backward(*operands)
+        ctx.weights = [(o, o._version) for o in _weights(run, operands) if o.requires_grad]
         plain = [out for out, spec in zip(outputs, specs) if not spec.needs_grad]
         ctx.mark_non_differentiable(*plain)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        _check_versions(ctx)
         with torch.no_grad():
             if ctx.scales:
                 grads = _scale(ctx, cotangents)
@@ -133,7 +137,7 @@ class _SegmentFunction(torch.autograd.Function):
                 operands, wanted = ctx.saved_tensors, ctx.needs_input_grad[1:]
                 grads = _backward(ctx.run, operands, wanted, cotangents)
         if torch.is_grad_enabled():
-            grads = _refuse_second_derivatives(ctx.run, grads)
+            grads = _refuse_second_derivatives(ctx, grads)
         return (None, *grads)
 
 
@@ -303,11 +307,10 @@ class _Gradients:
         for slot, grad in zip(slots, grads):
             if grad is not None:
                 spec = self._run.segment.body.inputs[slot]
-                self._add_one(spec.operand, spec.placement, grad, start, end)
+                self._add_one(spec, grad, start, end)
 
-    def _add_one(
-        self, operand: int, placement: Placement, grad: Tensor, start: int, end: int
-    ) -> None:
+    def _add_one(self, spec: BodyInput, grad: Tensor, start: int, end: int) -> None:
+        operand, placement = spec.operand, spec.placement
         like, total = self._operands[operand], self._sums[operand]
         once = placement.has_rows and self._uses[operand] == 1
         if total is None:
@@ -318,7 +321,7 @@ class _Gradients:
                 self._sums[operand] = grad.to(dtype, copy=len(self._run.chunks) > 1)
                 return
             total = self._sums[operand] = torch.zeros_like(like, dtype=dtype)
-        part = _part_view(total, placement, start, end, self._run.length)
+        part = part_view(total, placement, start, end, self._run.length + spec.surplus)
         if once:
             part.copy_(grad.reshape(part.shape))
         else:
@@ -337,34 +340,28 @@ def take_part(
     """The part of a whole value that a chunk ``[start, end)`` holds under a placement.
 
     Args:
-        length: the sequence's, needed only where the sequence sits inside a merged dim.
+        length: of the sequence in this value, needed only where it sits inside a merged dim.
 
     Returns:
         A view, but for merged dims, whose factors a view cannot join again.
     """
-    shape = list(value.shape)
-    part = _part_view(value, placement, start, end, length)
-    if part.dim() == value.dim():
-        return part
+    part = part_view(value, placement, start, end, length)
     for dim, span in placement.spans:
-        first = _first(span, start)
-        shape[dim] = shape[dim] // length * (end - first)
-    return part.reshape(shape)
+        if span.merged:
+            part = part.flatten(dim, dim + 1)
+    return part
 
 
-def _part_view(
-    value: Tensor, placement: Placement, start: int, end: int, length: int | None
+def part_view(
+    value: Tensor, placement: Placement, start: int, end: int, length: int | None = None
 ) -> Tensor:
+    """The same, with merged dims (one more dim each) left apart."""
     for dim, span in reversed(placement.spans):
-        first = _first(span, start)
-        if not span.merged:
-            last = min(end, value.shape[dim])
-            first = min(first, last)
-            value = value.narrow(dim, first, last - first)
-        else:
-            factors = (length, -1) if span.outer == 1 else (-1, length)
-            value = value.unflatten(dim, factors)
-            value = value.narrow(dim + int(span.outer != 1), first, end - first)
+        if span.merged:
+            value = value.unflatten(dim, (length, -1) if span.outer == 1 else (-1, length))
+            dim += int(span.outer != 1)
+        first, last = min(_first(span, start), value.shape[dim]), min(end, value.shape[dim])
+        value = value.narrow(dim, first, last - first)
     return value
 
 
@@ -407,9 +404,9 @@ class _Refuse(torch.autograd.Function):
     """An identity whose own derivative is an error."""
 
     @staticmethod
-    def forward(ctx: Any, scope: str, hook: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, scope: str, num_grads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.scope = scope
-        return tuple(grad.view_as(grad) for grad in grads)
+        return tuple(grad.view_as(grad) for grad in tensors[:num_grads])
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
@@ -423,8 +420,32 @@ class _Refuse(torch.autograd.Function):
         )
 
 
-def _refuse_second_derivatives(run: _Run, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _refuse_second_derivatives(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     present = [grad for grad in grads if grad is not None]
+    weights = [weight for weight, _ in ctx.weights]
     hook = torch.zeros((), requires_grad=True)
-    refusing = iter(_Refuse.apply(run.segment.scope, hook, *present))
+    scope = ctx.run.segment.scope
+    refusing = iter(_Refuse.apply(scope, len(present), *present, hook, *weights))
     return [None if grad is None else next(refusing) for grad in grads]
+
+
+def _weights(run: _Run, operands: Sequence[Tensor]) -> list[Tensor]:
+    """The operands that every chunk takes whole."""
+    used = {spec.operand for spec in run.segment.body.inputs if not spec.placement.spans}
+    return [operand for index, operand in enumerate(operands) if index in used]
+
+
+def _check_versions(ctx: Any) -> None:
+    """Refuse, as eager does, to differentiate with weights that are not those of the forward."""
+    for weight, version in ctx.weights:
+        if weight._version != version:
+            raise RuntimeError(
+                format_message(
+                    "one of the variables needed for gradient computation has been modified by "
+                    "an inplace operation",
+                    at=ctx.run.segment.scope,
+                    got=f"a weight of shape {list(weight.shape)} at version {weight._version}, "
+                    f"expected version {version}",
+                    fix="step the optimizer after the backward",
+                )
+            )

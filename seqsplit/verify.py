@@ -141,5 +141,3 @@ def _error(have: Tensor | None, want: Tensor | None, floor: float = 0.0) -> floa
     same = (have == want) | (have.isnan() & want.isnan())
     difference = (have - want).masked_fill(same, 0.0).norm()
     return float(difference / want.nan_to_num().norm().clamp_min(max(floor, 1e-30)))
-
-

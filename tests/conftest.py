@@ -1,8 +1,9 @@
-"""Settings shared by all tests: threads, reproducible hypothesis, honest float64, clean captures."""
+"""Settings of all tests: threads, reproducible hypothesis, honest float64, clean captures."""
 
 import hypothesis
 import pytest
 import torch
+
 from zoo import float64
 
 pytest.register_assert_rewrite("compare")

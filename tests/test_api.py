@@ -9,13 +9,14 @@ from collections import namedtuple
 from dataclasses import dataclass
 
 import pytest
-import seqsplit
 import torch
 import torch.nn.functional as F
 import transformers
+from torch import nn
+
+import seqsplit
 from compare import Pair, every_output, gradient_differences, relative_error
 from seqsplit import errors
-from torch import nn
 from zoo import batches, hf, nano, probe
 from zoo.weights import randomise
 

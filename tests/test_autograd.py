@@ -5,13 +5,15 @@ returns named tensors (or None), which have to agree.
 """
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from compare import Pair, gradient_differences
 from seqsplit.errors import DoubleBackwardError
-from torch import nn
 from zoo import batches, hf, nano, probe, rope
 
 CHUNK = 4
@@ -291,7 +293,8 @@ def test_one_post_accumulate_hook_per_parameter_per_backward():
     for model in (pair.eager, pair.mine):
         fired = []
         for name, parameter in model.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name))
+            note = partial(lambda name, fired, _: fired.append(name), name, fired)
+            parameter.register_post_accumulate_grad_hook(note)
         for backwards in (1, 2):
             loss_of(model).backward()
             names = [name for name, _ in model.named_parameters()]

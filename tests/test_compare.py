@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from compare import differences, every_output, gradient_differences, relative_error
 
 

@@ -8,11 +8,12 @@ gradient has to be the derivative of exactly that function.
 import copy
 
 import pytest
-import seqsplit
 import torch
 import torch.nn.functional as F
-from compare import Pair, gradient_differences
 from torch import nn
+
+import seqsplit
+from compare import Pair, gradient_differences
 from zoo import batches, nano, probe
 
 RATE = 0.1

@@ -5,6 +5,7 @@ chunk's scores for all heads) is smaller than T*T single bytes, the smallest mas
 """
 
 import pytest
+
 import seqsplit
 from zoo import HANDWRITTEN, batches, hf
 

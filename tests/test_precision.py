@@ -7,11 +7,12 @@ our error may be at most that of one chunk, and at most that of plain eager, tim
 import copy
 
 import pytest
-import seqsplit
 import torch
 import torch.nn.functional as F
-from compare import Pair, differences, gradient_differences
 from torch import nn
+
+import seqsplit
+from compare import Pair, differences, gradient_differences
 from zoo import HANDWRITTEN, batches, hf, probe
 
 LENGTH = 256
@@ -39,9 +40,7 @@ def compiled_gradients(entry, model, chunk_size, *args, strict=True):
     def loss(*inputs):
         return entry.step(model, *inputs)
 
-    step = seqsplit.compile(
-        loss, chunk_size=chunk_size, head_chunk_size=chunk_size, strict=strict
-    )
+    step = seqsplit.compile(loss, chunk_size=chunk_size, head_chunk_size=chunk_size, strict=strict)
     return gradients(model, step, *args)
 
 
@@ -195,9 +194,7 @@ def test_autocast_inside_the_model():
     pair = Pair(Mixed, chunk_size=16, dtype=torch.float32)
     ids = batches.tokens(2, LENGTH)
     wide = copy.deepcopy(pair.eager).double()
-    truth = gradients(
-        wide, lambda: probe.step(wide.inner, ids, ids)
-    )
+    truth = gradients(wide, lambda: probe.step(wide.inner, ids, ids))
     eager, mine = pair.both(ids)
     assert error(mine.gradients, truth) <= MARGIN * error(eager.gradients, truth)
     assert mine.goal.dtype == eager.goal.dtype == torch.float32

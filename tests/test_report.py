@@ -1,10 +1,11 @@
 """What `explain` says: nothing whole for ordinary decoders, few bodies, the numbers of the run."""
 
 import pytest
-import seqsplit
 import torch
-from compare import assert_streamed
 from torch import nn
+
+import seqsplit
+from compare import assert_streamed
 from zoo import HANDWRITTEN, batches, hf, probe
 
 LAYERS, CHUNK, LENGTH = 12, 5, 13

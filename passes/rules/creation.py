@@ -32,9 +32,7 @@ def filled(out: Operand) -> Rows:
 def _shift_diagonal(node: Any, arguments: dict, placement: Placement, chunk: Any) -> dict:
     """The diagonal of a block that does not start at the matrix's corner."""
     rows, columns = (placement.dims.get(node.meta["val"].ndim - k) for k in (2, 1))
-    shift = chunk.subtract(
-        chunk.first(rows) if rows else 0, chunk.first(columns) if columns else 0
-    )
+    shift = chunk.subtract(chunk.first(rows) if rows else 0, chunk.first(columns) if columns else 0)
     return {**arguments, "diagonal": chunk.add(shift, arguments["diagonal"])}
 
 

@@ -29,7 +29,9 @@ ELEMENTWISE_LOSSES = (
 
 
 @rule(
-    aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default,
+    aten.cross_entropy_loss.default,
+    aten.nll_loss_nd.default,
+    aten.nll_loss.default,
     aten.nll_loss2d.default,
 )
 def class_loss(self: Operand, target: Operand, weight: Any, reduction: int) -> Rows:
@@ -53,7 +55,8 @@ def elementwise_loss(operands: list[Operand], reduction: int, out: Any) -> Rows:
         return
     for dim in range(first.ndim):
         placements = [
-            Chunk(dim - (first.ndim - o.ndim)) if o.ndim and o.shape[dim - first.ndim] != 1
+            Chunk(dim - (first.ndim - o.ndim))
+            if o.ndim and o.shape[dim - first.ndim] != 1
             else Whole
             for o in operands
         ]

@@ -60,7 +60,9 @@ def _size_of(node: fx.Node) -> sympy.Expr | None:
 def _rows(node: fx.Node, operands: Sequence[fx.Node], shape: Callable) -> list:
     shapes = [shape(operand) for operand in operands]
     out_shape = shape(node)
-    symbols = sorted({s for dims in (*shapes, out_shape) for d in dims for s in d.free_symbols}, key=str)
+    symbols = sorted(
+        {s for dims in (*shapes, out_shape) for d in dims for s in d.free_symbols}, key=str
+    )
     sizes = {s: _SIZES[min(i, len(_SIZES) - 1)] for i, s in enumerate(symbols)}
     found = []
     for dim, size in enumerate(out_shape):

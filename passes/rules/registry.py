@@ -35,7 +35,7 @@ import sympy
 import torch
 from torch import fx
 
-from ...placement import Kind, Placement, Span, Sum, Whole
+from ...placement import Placement, Span, Sum, Whole
 from .probe import probe
 
 __all__ = [
@@ -259,9 +259,7 @@ def _gives(row: Row, dim: int, span: Span) -> bool:
     row_dim, row_span = row.out.spans[0]
     if row_dim != dim:
         return False
-    return not row.exact_factors or (
-        row_span.outer == span.outer and row_span.inner == span.inner
-    )
+    return not row.exact_factors or (row_span.outer == span.outer and row_span.inner == span.inner)
 
 
 def _with_range(operand: Placement, span: Span, exact_factors: bool) -> Placement:
@@ -314,4 +312,3 @@ def rewrite_arguments(
     if entry.rewrite is not None:
         arguments = entry.rewrite(node, arguments, placement, chunk)
     return arguments
-

@@ -1,8 +1,8 @@
 """Tiny models for the tests: random weights, distinct sizes, nothing downloaded."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Callable
 
 from . import alibi, nano, parallel, rope, sandwich, sequence_first
 

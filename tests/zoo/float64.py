@@ -13,7 +13,7 @@ import torch.nn.functional as F
 _softmax = F.softmax
 
 
-def _wide_softmax(input, dim=None, _stacklevel=3, dtype=None):
+def _wide_softmax(input, dim=None, _stacklevel=3, dtype=None):  # noqa: A002 - F.softmax's names
     """`F.softmax` that does not narrow a float64 input."""
     if input.dtype == torch.float64:
         dtype = torch.float64
