@@ -112,11 +112,11 @@ def build_plan(
     if not placed:
         return None
     if options.strict and planner.reasons:
-        node, reason = next(iter(planner.reasons.items()))
+        scope, reason = planner.entries[0]
         raise NotStreamedError(
             format_message(
-                f"strict=True, and {scope_of([node])} would run whole",
-                at=describe(node),
+                "strict=True, and a part of the model would run whole",
+                at=scope,
                 why=reason,
                 fix="register a rule (docs/op-rules.md), or compile with strict=False",
             )
@@ -126,7 +126,7 @@ def build_plan(
     plan = Plan(
         module,
         [item.segment for item in placed if not item.deferred],
-        [(f"{scope_of([n])} ({describe(n)})", why) for n, why in planner.reasons.items()],
+        planner.entries,
         _length_at(facts),
         lowered.assumptions,
         clock.seconds,
@@ -152,6 +152,7 @@ class _Planner:
         self._bodies: dict[str, Body] = {}
         self._validated: set[str] = set()
         self.reasons: dict[fx.Node, str] = {}
+        self.entries: list[tuple[str, str]] = []  # for the report: scope, reason
 
     def plan(self, validator: Validator | None) -> tuple[list[Placed], Cuts]:
         for _ in range(_MAX_ROUNDS):
@@ -172,6 +173,7 @@ class _Planner:
         if node in self.reasons:
             raise RuntimeError(f"{node} runs whole already: {reason}")
         self.reasons[node] = reason
+        self.entries.append((f"{scope_of([node])}  {describe(node)}", reason))
         for user in node.users:  # the items of a tuple go with it
             if user.target is operator.getitem:
                 self.reasons.setdefault(user, reason)
@@ -218,7 +220,8 @@ class _Planner:
         nodes = [node for node in demands.recipes if node in facts.stream]
         segment = Segment(shared, scope_of(nodes), self._options, _width(facts, nodes, available))
         result = type(result)(shared, result.operands, result.sizes)
-        return Placed(segment, result, position, tuple(targets), deferred)
+        computed = tuple(node for node in nodes if node not in available)
+        return Placed(segment, result, position, tuple(targets), computed, deferred)
 
     def _draw_once(self, demands: Demands, position: int, drawn: dict[fx.Node, int]) -> None:
         """A random op must not be run by two segments, or at two placements: they would differ."""
@@ -255,9 +258,10 @@ class _Planner:
                 difference = _try(validator, item)
             if difference is not None:
                 reason = f"its chunked form does not equal the original: {difference}"
-                nodes = [n for n in self._facts.stream if scope_of([n]) == item.segment.scope]
-                for node in nodes or item.values:
-                    self.reasons.setdefault(node, reason)
+                alike = [other for other in placed if other.split.body is item.split.body]
+                for other in alike:
+                    self.entries.append((other.segment.scope, reason))
+                    self.reasons.update(dict.fromkeys(other.nodes, reason))
                 return reason
             self._validated.add(fingerprint)
         return None

@@ -34,6 +34,7 @@ class Placed:
     Attributes:
         position: it runs before the node of this index.
         values: the nodes it gives, in the order of its outputs.
+        nodes: the nodes of the stream that it computes.
         deferred: whether it runs only when its (single) value is looked at.
     """
 
@@ -41,6 +42,7 @@ class Placed:
     split: SplitSegment
     position: int
     values: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
     deferred: bool = False
 
 

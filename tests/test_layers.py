@@ -1,0 +1,47 @@
+"""The house: imports flow one way, files stay small, no model is known by name."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PASSES = sorted((ROOT / "passes").rglob("*.py"))
+RUNTIME = sorted((ROOT / "seqsplit").glob("*.py"))
+# What passes may know of the package around them: what plans and bodies are written in.
+ALLOWED = {"errors", "placement", "plan", "primitives", "attention"}
+
+
+def imported(path):
+    """Modules of seqsplit that a file imports, as (level, name)."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            yield from ((node.level, name) for name in names)
+        elif isinstance(node, ast.Import):
+            yield from ((0, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("path", PASSES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_passes_import_only_the_vocabulary(path):
+    depth = len(path.relative_to(ROOT / "passes").parts) - 1
+    for level, name in imported(path):
+        if level == depth + 2:  # the package around the passes
+            assert name.split(".")[0] in ALLOWED, f"{path.name} imports {name}"
+        assert not (level == 0 and name.split(".")[0] in ("seqsplit", "passes"))
+
+
+@pytest.mark.parametrize("path", RUNTIME, ids=lambda p: p.name)
+def test_only_the_api_imports_passes(path):
+    uses = [name for _, name in imported(path) if name.split(".")[0] == "passes"]
+    assert path.name == "api.py" or not uses, f"{path.name} imports {uses}"
+
+
+@pytest.mark.parametrize("path", [*PASSES, *RUNTIME], ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_stay_small_and_know_no_model(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 600
+    names = r"llama|qwen|gemma|mistral|mixtral|bloom|gpt|neox|falcon|deepseek|transformers\b"
+    found = re.findall(names, text, flags=re.IGNORECASE)
+    assert not found, f"{path.name} names {found}"
