@@ -73,7 +73,7 @@ def choose_cuts(
         forced: values that have to be materialised, each with the first node that needs it so.
         segment_layers: how many stretches between mixers make one segment.
     """
-    order = [node for node in facts.lowered.graph.nodes]
+    order = list(facts.lowered.graph.nodes)
     position = facts.position
     whole, tail = _sort_out_sums(facts, set(whole))
     last_use = _last_uses(facts, order, position, tail)
@@ -98,7 +98,7 @@ def choose_cuts(
         if node not in whole and node not in tail:
             wanted.setdefault(node, len(order))
 
-    places = sorted({place for place in wanted.values()})
+    places = sorted(set(wanted.values()))
     groups: dict[int, Group] = {}
     for node in sorted(wanted, key=position.__getitem__):
         place = next(p for p in places if p > position[node])
@@ -205,14 +205,12 @@ def _crossing_bytes(
 
 def bytes_per_token(facts: Facts, node: fx.Node) -> float:
     """The bytes of a value for one position of the sequence (all batch rows together)."""
-    shape = facts.shape(node)
     dims = facts.sequence_dims(node)
     if not dims:
         return 0.0
-    count = sympy.Mul(*shape) / facts.sequence
-    hints = {symbol: facts.lowered.hints.get(symbol, 2) for symbol in count.free_symbols}
-    merged = 1.0 if shape[dims[0]] == facts.sequence else 1.0001  # unmerged ones are preferred
-    return float(count.subs(hints)) * node.meta["val"].element_size() * merged
+    merged = 1.0 if facts.shape(node)[dims[0]] == facts.sequence else 1.0001  # rather unmerged
+    length = facts.lowered.hints.get(facts.sequence, 1)
+    return facts.lowered.numel(node) / length * node.meta["val"].element_size() * merged
 
 
 def _sort_out_sums(facts: Facts, whole: set[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:

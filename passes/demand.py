@@ -279,9 +279,7 @@ class _Pushing:
     def _numel(self, node: fx.Node) -> float:
         if not self._facts.is_tensor(node):
             return float("inf")
-        count = sympy.Mul(*self._facts.shape(node))
-        hints = {s: self._facts.lowered.hints.get(s, 2) for s in count.free_symbols}
-        return float(count.subs(hints))
+        return self._facts.lowered.numel(node)
 
     def _attend(self, node: fx.Node, placement: Placement) -> Recipe:
         arguments = arguments_of(node)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -70,11 +71,11 @@ class Lowered:
     def graph(self) -> fx.Graph:
         return self.module.graph
 
-    @property
+    @cached_property
     def placeholders(self) -> list[fx.Node]:
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
-    @property
+    @cached_property
     def hints(self) -> dict[sympy.Symbol, int]:
         """The symbols' values in the call that was captured."""
         found = {}
@@ -96,6 +97,17 @@ class Lowered:
     def simplified(self, expr: sympy.Expr) -> sympy.Expr:
         """An expression in as few symbols as are known to suffice."""
         return sympy.sympify(self.shape_env.simplify(expr)).xreplace(self.assumed)
+
+    def numel(self, node: fx.Node) -> float:
+        """The number of elements in the captured call."""
+        count = 1.0
+        for size in self.shape(node):
+            if size.is_Integer:
+                count *= int(size)
+            else:
+                hints = {symbol: self.hints.get(symbol, 2) for symbol in size.free_symbols}
+                count *= float(size.xreplace(hints))
+        return count
 
     def shape(self, node: fx.Node) -> tuple[sympy.Expr, ...]:
         """The shape of a node's tensor value (a tuple's first), as expressions."""

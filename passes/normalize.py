@@ -75,10 +75,23 @@ def normalize(lowered: Lowered) -> None:
         elif node.target in (aten.type_as.default, aten.to.other):
             other = node.args[1].meta["val"]
             _replace(node, _Writer(node)(aten.to.device, node.args[0], other.device, other.dtype))
+        elif node.target in (aten.eye.default, aten.eye.m):
+            _replace(node, _eye(node))
     lowered.graph.eliminate_dead_code(
         is_impure_node=lambda node: node.op in ("placeholder", "output")
     )
     lowered.graph.lint()
+
+
+def _eye(node: fx.Node) -> fx.Node:
+    """The unit matrix as a comparison of positions, which can be cut."""
+    write, held = _Writer(node), node.meta["val"]
+    rows, columns = (
+        write(aten.arange.default, size, device=held.device)
+        for size in (node.args[0], node.args[1] if len(node.args) > 1 else node.args[0])
+    )
+    same = write(aten.eq.Tensor, write(aten.unsqueeze.default, rows, 1), columns)
+    return write(aten.to.dtype, same, held.dtype)
 
 
 def _size(write: _Writer, source: fx.Node, dim: int) -> int | fx.Node:

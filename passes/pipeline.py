@@ -172,11 +172,8 @@ class _Planner:
     def _run_whole(self, node: fx.Node, reason: str) -> None:
         if node in self.reasons:
             raise RuntimeError(f"{node} runs whole already: {reason}")
-        self.reasons[node] = reason
+        self.reasons.update(dict.fromkeys(_with_items([node]), reason))
         self.entries.append((f"{scope_of([node])}  {describe(node)}", reason))
-        for user in node.users:  # the items of a tuple go with it
-            if user.target is operator.getitem:
-                self.reasons.setdefault(user, reason)
 
     def _attempt(self) -> tuple[list[Placed], Cuts]:
         facts, options = self._facts, self._options
@@ -261,7 +258,7 @@ class _Planner:
                 alike = [other for other in placed if other.split.body is item.split.body]
                 for other in alike:
                     self.entries.append((other.segment.scope, reason))
-                    self.reasons.update(dict.fromkeys(other.nodes, reason))
+                    self.reasons.update(dict.fromkeys(_with_items(other.nodes), reason))
                 return reason
             self._validated.add(fingerprint)
         return None
@@ -274,15 +271,20 @@ def _try(validator: Validator, item: Placed) -> str | None:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
+def _with_items(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Nodes, and the items of those that are tuples: a tuple does not cross a border."""
+    items = [u for node in nodes for u in node.users if u.target is operator.getitem]
+    return [*nodes, *items]
+
+
 def _width(facts: Facts, nodes: Sequence[fx.Node], available: set[fx.Node]) -> int:
     """Elements per row of the sequence of the widest value among ``nodes``."""
-    hints = facts.lowered.hints
-    widest = 1
-    for node in nodes:
-        if node in available or not facts.is_tensor(node) or not facts.sequence_dims(node):
-            continue
-        count = 1.0
-        for size in facts.shape(node):
-            count *= float(size.subs({s: hints.get(s, 2) for s in size.free_symbols}))
-        widest = max(widest, int(count / hints.get(facts.sequence, 1)))
-    return widest
+    length = facts.lowered.hints.get(facts.sequence, 1)
+    return max(
+        (
+            int(facts.lowered.numel(node) / length)
+            for node in nodes
+            if node not in available and facts.is_tensor(node) and facts.sequence_dims(node)
+        ),
+        default=1,
+    )

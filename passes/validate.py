@@ -98,7 +98,7 @@ class Validator:
         roots = [i for i, value in enumerate(expected) if value.requires_grad]
         if not wanted or not roots:
             return None
-        cotangents = [self._normal(expected[i].shape) for i in roots]
+        cotangents = [self._normal(expected[i].shape).to(expected[i].device) for i in roots]
         gradients = [
             torch.autograd.grad(
                 [side[i] for i in roots],

@@ -44,7 +44,7 @@ def dot(self: Operand, tensor: Operand) -> Rows:
 
 
 @rule(aten.linear.default)
-def linear(input: Operand, weight: Operand, bias: Operand | None) -> Rows:
+def linear(input: Operand, bias: Operand | None) -> Rows:  # noqa: A002 - the schema's name
     rest = [Whole] if bias is not None else []
     for dim in range(input.ndim - 1):
         yield Chunk(dim), Chunk(dim), Whole, *rest

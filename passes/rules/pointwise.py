@@ -79,11 +79,15 @@ def pointwise(out: Any, operands: list[Operand], target: Any) -> Iterator[tuple[
         out = out[0]
     for dim in range(out.ndim):
         yield Chunk(dim), *(broadcast(operand, out, dim) for operand in operands)
-    floating = all(operand.dtype.is_floating_point for operand in operands)
-    if target in _ADDITIVE or (target in _CASTS and floating and out.dtype.is_floating_point):
-        if len(operands) == 1 or all(operand.shape == out.shape for operand in operands):
-            yield Sum, *(Sum for _ in operands)
+    additive = target in _ADDITIVE and all(operand.shape == out.shape for operand in operands)
+    if additive or (target in _CASTS and _widens(operands[0].dtype, out.dtype)):
+        yield Sum, *(Sum for _ in operands)
     if target in _SCALING and operands:
         yield Sum, Sum, *(Whole for _ in operands[1:])
         if target is aten.mul.Tensor and len(operands) == 2:
             yield Sum, Whole, Sum
+
+
+def _widens(given: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a cast loses nothing, so that shares may be cast before they are added up."""
+    return given.is_floating_point and torch.promote_types(given, wanted) == wanted

@@ -128,7 +128,7 @@ def _run(
     with torch.enable_grad():
         outputs = [o for o in pytree.tree_leaves(node.target(*args, **kwargs)) if o is not None]
         if cotangents is None:
-            cotangents = [torch.randn(o.shape, dtype=torch.float64) for o in outputs]
+            cotangents = [torch.randn(o.shape, dtype=torch.float64, device=o.device) for o in outputs]
         roots = [(o, c.to(o.dtype)) for o, c in zip(outputs, cotangents) if o.requires_grad]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         grads = iter(())
@@ -145,8 +145,8 @@ def _run(
 def _random(like: Any, dims: tuple, sizes: dict) -> Tensor:
     shape = [int(dim.xreplace(sizes)) for dim in dims]
     if like.is_floating_point():
-        return torch.randn(shape, dtype=torch.float64)
-    return torch.randint(0, 2, shape).to(like.dtype)
+        return torch.randn(shape, dtype=torch.float64, device=like.device)
+    return torch.randint(0, 2, shape, device=like.device).to(like.dtype)
 
 
 def _part(value: Tensor, placement: Placement, start: int, end: int) -> Tensor:
