@@ -61,22 +61,21 @@ class Run:
     peak_bytes: int = 0
     timeline: list[tuple[float, int]] = field(default_factory=list)
 
-    def backward(self, text: Tensor) -> Tensor:
-        """Compute the loss on text, int64 [1, T + 1], and the gradients; return the loss."""
+    def loss_on(self, text: Tensor) -> Tensor:
+        """Return the loss on text, int64 [1, T + 1], and nothing else: logits may be freed."""
         output = self.model(**self.inputs_of(text))
-        loss = output if isinstance(output, Tensor) else output.loss
-        loss.backward()
-        return loss
+        return output if isinstance(output, Tensor) else output.loss
 
     def warm_up(self, text: Tensor) -> None:
         """Compile what is to be compiled, and leave everything as it was."""
-        self.backward(text)
+        self.loss_on(text).backward()
         self.optimizer.zero_grad()
 
     def step(self, text: Tensor) -> None:
         """Train on text; gradients live from the backward to the update."""
         start = time.perf_counter()
-        loss = self.backward(text)
+        loss = self.loss_on(text)
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step_s.append(time.perf_counter() - start)

@@ -20,12 +20,14 @@ LENGTH, PROMPT, STEPS = 2048, 512, 4
 BETA = 0.1
 
 
-def sequence_log_prob(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the log-probability of what follows the prompt, [B] for tokens [B, T + 1]."""
-    logits = model(tokens[:, :-1])
-    targets = tokens[:, 1:]
+def sequence_log_prob(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-probability of what follows the prompt, [B].
+
+    targets [B, T] hold the token that follows each of inputs [B, T].
+    """
+    logits = model(inputs)
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    is_answer = torch.arange(targets.shape[1], device=tokens.device) >= PROMPT
+    is_answer = torch.arange(targets.shape[1], device=targets.device) >= PROMPT
     return -(losses.view_as(targets) * is_answer).sum(dim=1)
 
 
@@ -45,8 +47,8 @@ def main() -> None:
     reference = copy.deepcopy(policy).requires_grad_(False)
 
     @seqsplit.compile
-    def dpo_loss(tokens: Tensor, reference_log_prob: Tensor) -> Tensor:
-        gain = sequence_log_prob(policy, tokens) - reference_log_prob
+    def dpo_loss(inputs: Tensor, targets: Tensor, reference_log_prob: Tensor) -> Tensor:
+        gain = sequence_log_prob(policy, inputs, targets) - reference_log_prob
         chosen, rejected = gain.unbind()
         return -F.logsigmoid(BETA * (chosen - rejected))
 
@@ -55,16 +57,17 @@ def main() -> None:
     batches = text.batches(LENGTH + 1)
     for step in range(STEPS):
         tokens = preference_pair(next(batches), generator)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
         with torch.no_grad():
-            reference_log_prob = sequence_log_prob(reference, tokens)
-        loss = dpo_loss(tokens, reference_log_prob)
+            reference_log_prob = sequence_log_prob(reference, inputs, targets)
+        loss = dpo_loss(inputs, targets, reference_log_prob)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         console.print(f"step {step + 1} of {STEPS}: loss {loss.item():.4f}")
 
     # Every gradient of the compiled function against eager's, on one more pair.
-    console.print(seqsplit.verify(dpo_loss, tokens, reference_log_prob))
+    console.print(seqsplit.verify(dpo_loss, inputs, targets, reference_log_prob))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ from ..errors import CaptureError
 
 __all__ = ["Lowered", "Region", "lower"]
 
+aten = torch.ops.aten
+
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _CUSTOM_FUNCTION = torch.ops.higher_order.autograd_function_apply
 
@@ -245,36 +247,90 @@ def _absorb_contexts(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _functionalize(graph: fx.Graph) -> None:
-    """Replace in-place ops by their out-of-place twins where no other name sees the change.
+_TO_THE_END = 2**63 - 1
 
-    A write through a view, or to a value that a view was taken of, would have to be carried to
-    the other name; such graphs are refused (:class:`CaptureError`) and run as they are.
+# A view op, and the op that puts a changed view back into what it was taken of.
+_SCATTERS = {
+    aten.select.int: aten.select_scatter.default,
+    aten.slice.Tensor: aten.slice_scatter.default,
+}
+
+
+def _functionalize(graph: fx.Graph) -> None:
+    """Replace in-place ops by out-of-place twins.
+
+    A write through a slice becomes a new value of what was sliced. Where yet another name would
+    see the change, the graph is refused (:class:`CaptureError`) and runs as it is.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        schema = node.target._schema
-        if not schema.is_mutable:
+        if not node.target._schema.is_mutable:
             continue
         written = node.args[0] if node.args else None
         twin = _functional_twin(node.target)
-        if twin is None or not isinstance(written, fx.Node) or _has_other_names(written, node):
+        chain = _views_up_to_base(written) if isinstance(written, fx.Node) else None
+        if twin is None or chain is None or _seen_elsewhere(chain, node):
             raise CaptureError(
                 f"{node.target} changes a value that has other names; it cannot be reordered"
             )
         with graph.inserting_before(node):
-            args = node.args
-            if node.target is torch.ops.aten.copy_.default:
-                new = graph.call_function(torch.ops.aten.expand_as.default, (args[1], args[0]))
-            else:
-                new = graph.call_function(twin, args, dict(node.kwargs))
-        new.meta = dict(node.meta)
-        written_users = [user for user in written.users if user is not new and _after(node, user)]
-        for user in written_users:
+            new = value = _out_of_place(graph, node, twin)
+            for view in chain[:-1]:
+                value = _put_back(graph, node, view, value)
+        base = chain[-1]
+        for user in [user for user in base.users if _after(node, user)]:
+            user.replace_input_with(base, value)
+        for user in [user for user in written.users if _after(node, user)]:
             user.replace_input_with(written, new)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
+
+
+def _views_up_to_base(written: fx.Node) -> list[fx.Node] | None:
+    """The written value, what it is a slice of, and so on up to a value of its own."""
+    chain = [written]
+    while chain[-1].target in _SCATTERS:
+        chain.append(chain[-1].args[0])
+    base = chain[-1]
+    return None if base.op == "placeholder" or _may_alias(base) else chain
+
+
+def _seen_elsewhere(chain: list[fx.Node], writer: fx.Node) -> bool:
+    """Whether a name other than the written one and its base's shows the change later."""
+    for place, value in enumerate(chain):
+        between = 0 < place < len(chain) - 1
+        for user in value.users:
+            if user is writer or (user in chain and not between):
+                continue
+            if between and user not in chain and _after(writer, user):
+                return True
+            if _may_alias(user) and user not in chain:
+                if any(_after(writer, use) for use in user.users) and not _after(writer, user):
+                    return True
+    return False
+
+
+def _out_of_place(graph: fx.Graph, node: fx.Node, twin: torch._ops.OpOverload) -> fx.Node:
+    written = node.args[0].meta["val"]
+    if node.target is aten.copy_.default:
+        dtype = written.dtype
+        new = graph.call_function(aten.to.dtype, (node.args[1], dtype))
+        new.meta = {**node.meta, "val": node.args[1].meta["val"].to(dtype)}
+        new = graph.call_function(aten.expand_as.default, (new, node.args[0]))
+    else:
+        new = graph.call_function(twin, node.args, dict(node.kwargs))
+    new.meta = {**node.meta, "val": written}
+    return new
+
+
+def _put_back(graph: fx.Graph, node: fx.Node, view: fx.Node, value: fx.Node) -> fx.Node:
+    source, *rest = view.args
+    if view.target is aten.slice.Tensor and tuple(rest[1:]) in ((0, _TO_THE_END), (None, None)):
+        return value  # all of it
+    new = graph.call_function(_SCATTERS[view.target], (source, value, *rest), dict(view.kwargs))
+    new.meta = {**node.meta, "val": source.meta["val"]}
+    return new
 
 
 def _after(first: fx.Node, second: fx.Node) -> bool:
@@ -289,16 +345,6 @@ def _functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     if packet is None or op._overloadname not in packet.overloads():
         return None
     return getattr(packet, op._overloadname)
-
-
-def _has_other_names(value: fx.Node, writer: fx.Node) -> bool:
-    """Whether an in-place change of ``value`` can be seen under another name."""
-    if value.op == "placeholder":
-        return True
-    return _may_alias(value) or any(
-        user is not writer and _may_alias(user) and any(_after(writer, use) for use in user.users)
-        for user in value.users
-    )
 
 
 def _may_alias(node: fx.Node) -> bool:

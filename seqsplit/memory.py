@@ -410,7 +410,8 @@ class AllocatorTracker(_Block):
     Exact allocation sizes on CPU, the caching allocator's rounded ones on CUDA. Memory that
     libraries obtain elsewhere (BLAS packing buffers, threads inside a parallel region) is not
     recorded. Figures are available once the block is left. Only one profiler can run per thread,
-    so this cannot be nested in another one, nor used inside ``torch.profiler``.
+    so this cannot be nested in another one, nor used inside ``torch.profiler``. torch itself may
+    warn on stderr, once, that memory allocated earlier was freed meanwhile.
     """
 
     def __init__(self, device: str | None = None) -> None:

@@ -4,8 +4,6 @@ import hypothesis
 import pytest
 import torch
 
-from zoo import float64
-
 pytest.register_assert_rewrite("compare")
 
 torch.set_num_threads(1)  # tests run in several processes
@@ -19,9 +17,18 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("seqsplit")
 
 
-@pytest.fixture(autouse=True, scope="session")
-def honest_float64():
-    """Keep float32 islands inside float64 models out of the comparisons."""
+def pytest_configure(config):
+    config.addinivalue_line("markers", "stock: library models as they are, float32 islands and all")
+
+
+@pytest.fixture(autouse=True)
+def honest_float64(request):
+    """Keep float32 islands inside the library's float64 models out of the comparisons."""
+    if not hasattr(request.module, "hf") or request.node.get_closest_marker("stock"):
+        yield
+        return
+    from zoo import float64  # imports the library, which few test files need
+
     with float64.honest():
         yield
 

@@ -69,12 +69,11 @@ def test_nothing_is_of_size_t_by_t_or_t_by_vocabulary(streamed):
     check_largest(streamed[-1], rows=LENGTHS[-1])
 
 
-def test_nothing_is_of_size_t_by_t_or_t_by_vocabulary_in_a_batch(streamed):
-    (run,) = measure(common.OURS, (1024,), batch_size=2)
-    check_largest(run, rows=2 * 1024)
-    # Two sequences of 1024 need what one of 2048 does, less what does not go with the batch.
-    (same,) = (other for other in streamed if other["length"] == 2048)
-    assert run["peak_bytes"] <= 1.15 * same["peak_bytes"]
+def test_a_batch_grows_as_its_sequences_together():
+    runs = measure(common.OURS, (1024, 2048), batch_size=2)
+    (slope,) = slopes(runs)
+    assert slope <= 1.15 * 2 * floor(SHAPE, torch.float32).total
+    check_largest(runs[-1], rows=2 * 2048)
 
 
 def check_largest(run: dict, rows: int) -> None:

@@ -38,6 +38,7 @@ def test_the_sizes_tell_quadratic_from_legitimate():
     assert 3 * legitimate < SMALLEST_SQUARE_BYTES < LOGITS_BYTES
 
 
+@pytest.mark.stock
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", hf.SDPA)
 def test_hf(family, padded):

@@ -24,6 +24,8 @@ _UNTAGGED = {
     aten.bernoulli.p,
     aten.clone.default,
     aten.contiguous.default,
+    aten.fill.Scalar,
+    aten.fill.Tensor,
     aten.detach.default,
     aten.dropout.default,
     aten.isfinite.default,

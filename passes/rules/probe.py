@@ -128,7 +128,9 @@ def _run(
     with torch.enable_grad():
         outputs = [o for o in pytree.tree_leaves(node.target(*args, **kwargs)) if o is not None]
         if cotangents is None:
-            cotangents = [torch.randn(o.shape, dtype=torch.float64, device=o.device) for o in outputs]
+            cotangents = [
+                torch.randn(o.shape, dtype=torch.float64, device=o.device) for o in outputs
+            ]
         roots = [(o, c.to(o.dtype)) for o, c in zip(outputs, cotangents) if o.requires_grad]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         grads = iter(())

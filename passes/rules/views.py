@@ -229,6 +229,15 @@ def slice_(self: Operand, dim: int, start: Any, step: Any, out: Operand) -> Rows
         yield Chunk(dim), Whole  # the first rows of a table
 
 
+@rule(aten.select_scatter.default, aten.slice_scatter.default)
+def scatter(self: Operand, src: Operand, dim: int) -> Rows:
+    dim %= self.ndim
+    lost = int(src.ndim < self.ndim)
+    for own in range(self.ndim):
+        if own != dim:
+            yield Chunk(own), Chunk(own), Chunk(own - lost * int(own > dim))
+
+
 @rule(aten.repeat_interleave.self_int)
 def repeat_interleave(self: Operand, dim: int | None) -> Rows:
     if dim is None:

@@ -1,0 +1,463 @@
+"""Code inside a model that breaks recomputation: own backwards, updates, sharing, hooks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from compare import Pair, gradient_differences, relative_error
+from zoo import batches, hf, probe, rope
+
+CHUNK = 4
+
+
+def check(build, step=probe.step, lengths=(13, 8, 5), streamed=True):
+    """Compare at several lengths; `step` defaults to the shifted loss of `model(ids)`."""
+    pair = Pair(build, step=step, chunk_size=CHUNK, streamed=streamed)
+    for length in lengths:
+        pair.check(*batches.with_labels(3, length))
+
+
+# ---- Checkpointing that is already there (case 35) ----------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_hf_gradient_checkpointing(family, reentrant):
+    def build():
+        model = hf.build(family)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return model
+
+    pair = Pair(build, chunk_size=CHUNK, streamed=False)
+    ids, labels = batches.with_labels(3, 13)
+    pair.check(input_ids=ids, labels=labels)
+
+
+class Checkpointed(nn.Module):
+    """Layers under checkpointing: one by one, in pairs, or the whole stack."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.inner = probe.build(layers=4)
+        self.how = how
+
+    def forward(self, ids):
+        x = self.inner.embed(ids)
+        size = {"each": 1, "pairs": 2, "all": 4}[self.how]
+        for start in range(0, 4, size):
+
+            def run(x, start=start):
+                for layer in self.inner.layers[start : start + size]:
+                    x = layer(x)
+                return x
+
+            x = checkpoint(run, x, use_reentrant=False)
+        return self.inner.head(self.inner.norm(x))
+
+
+@pytest.mark.parametrize("how", ["each", "pairs", "all"])
+def test_checkpointing_by_hand(how):
+    check(lambda: Checkpointed(how), streamed=False)
+
+
+# ---- Functions with their own backward, and without any (case 35) -------------------------------
+
+
+class Reversal(torch.autograd.Function):
+    """Identity whose gradient is turned round and scaled: not the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -0.3 * grad
+
+
+class StraightThrough(torch.autograd.Function):
+    """Rounding with the gradient of the identity, kept within limits that are saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (4 * x).round() / 4
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (x.abs() < 1)
+
+
+class HandLinear(torch.autograd.Function):
+    """A linear map with a hand-written weight gradient, doubled so that it is recognisable."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, 2 * grad.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+class WithMiddle(nn.Module):
+    """A decoder with `middle(x, weight)` applied between its layers."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.inner = probe.build()
+        self.middle = middle
+        self.weight = nn.Parameter(torch.eye(20) + 0.1)
+
+    def forward(self, ids):
+        x = self.inner.embed(ids)
+        for layer in self.inner.layers:
+            x = self.middle(layer(x), self.weight)
+        return self.inner.head(self.inner.norm(x))
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        lambda x, weight: Reversal.apply(x) @ weight,
+        lambda x, weight: StraightThrough.apply(x @ weight),
+        lambda x, weight: HandLinear.apply(x, weight),
+    ],
+    ids=["reversal", "straight through", "hand-written linear"],
+)
+def test_custom_backwards_are_kept(middle):
+    check(lambda: WithMiddle(middle), streamed=False)
+
+
+def frozen_branch(x, weight):
+    with torch.no_grad():
+        side = torch.tanh(x @ weight)
+    return x @ weight + side
+
+
+def detached_branch(x, weight):
+    return x @ weight + (x.detach() @ weight).sigmoid()
+
+
+def detached_weight(x, weight):
+    return x @ weight.detach() + x * weight.diagonal()
+
+
+def straight_through_by_detach(x, weight):
+    y = x @ weight
+    return y + (y.sign() - y).detach()
+
+
+def grad_within_no_grad(x, weight):
+    with torch.no_grad():
+        scale = x.abs().mean(-1, keepdim=True)
+        with torch.enable_grad():
+            y = x @ weight
+    return y / (scale + 1)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        frozen_branch,
+        detached_branch,
+        detached_weight,
+        straight_through_by_detach,
+        grad_within_no_grad,
+    ],
+)
+def test_parts_without_gradient(middle):
+    check(lambda: WithMiddle(middle))
+
+
+# ---- In-place updates (case 35) -----------------------------------------------------------------
+
+
+def adds(x, weight):
+    y = x @ weight
+    y += x
+    y.mul_(0.5).add_(1.0)
+    return y
+
+
+def writes_features(x, weight):
+    y = (x @ weight).clone()
+    y[..., :3] = x[..., 3:6] * 2
+    y[:, :, 7].zero_()
+    return y
+
+
+def fills_masked(x, weight):
+    y = x @ weight
+    y.masked_fill_(y > 1.5, 0.25)
+    return y
+
+
+def writes_through_a_view(x, weight):
+    y = x @ weight
+    left, right = y[..., :10], y[..., 10:]
+    left.mul_(2)
+    right.copy_(left + right)
+    return y + left.repeat(1, 1, 2)
+
+
+def writes_into_a_fresh_buffer(x, weight):
+    y = torch.empty_like(x)
+    y.copy_(x @ weight)
+    y[..., 0] += 1
+    return y
+
+
+def relu_in_place(x, weight):
+    return F.relu(x @ weight, inplace=True) + x
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        adds,
+        writes_features,
+        fills_masked,
+        writes_through_a_view,
+        writes_into_a_fresh_buffer,
+        relu_in_place,
+    ],
+)
+def test_in_place_updates(middle):
+    check(lambda: WithMiddle(middle))
+
+
+def writes_one_position(x, weight):
+    """The position belongs to one chunk only."""
+    y = (x @ weight).clone()
+    y[:, 3] = y[:, 3] * 2 + 1
+    y[:, -1] += 0.5
+    return y
+
+
+def test_an_update_of_single_positions():
+    check(lambda: WithMiddle(writes_one_position), streamed=False)
+
+
+class Remembering(nn.Module):
+    """A buffer is updated by each forward: exactly once, whatever is recomputed."""
+
+    def __init__(self, per_token):
+        super().__init__()
+        self.inner = probe.build()
+        self.per_token = per_token
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros(20))
+
+    def forward(self, ids):
+        hidden = self.inner.hidden(ids)
+        self.steps += 1
+        if self.per_token:
+            with torch.no_grad():
+                self.average.mul_(0.9).add_(0.1 * hidden.mean((0, 1)))
+        return self.inner.head(hidden)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_buffers_are_updated_once_per_call(per_token):
+    pair = Pair(lambda: Remembering(per_token), chunk_size=CHUNK, streamed=False)
+    for calls in (1, 2, 3):
+        pair.check(batches.tokens(3, 13))
+        assert pair.mine.steps == calls
+        assert relative_error(pair.eager.average, pair.mine.average) <= 1e-12
+
+
+def test_attributes_and_lists_are_written_once_per_call():
+    class Noting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = probe.build()
+            self.calls = 0
+            self.lengths = []
+
+        def forward(self, ids):
+            self.calls += 1
+            self.lengths.append(ids.shape[1])
+            return self.inner(ids)
+
+    pair = Pair(Noting, chunk_size=CHUNK, streamed=False)
+    for length in (13, 7, 13):
+        pair.check(batches.tokens(3, length))
+    assert pair.mine.calls == pair.eager.calls == 3
+    assert pair.mine.lengths == pair.eager.lengths == [13, 7, 13]
+
+
+def test_a_loss_left_on_the_module():
+    pair = Pair(rope.build, chunk_size=CHUNK, streamed=False)
+    ids, labels = batches.with_labels(3, 13)
+    found = []
+    for model in (pair.eager, pair.mine):
+        model(ids, labels)
+        model.last_loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert relative_error(pair.eager.last_loss.detach(), pair.mine.last_loss.detach()) <= 1e-12
+    assert not gradient_differences(*found)
+
+
+# ---- Modules used more than once (case 35) ------------------------------------------------------
+
+
+class Looped(nn.Module):
+    """One layer for all depths, with an embedding of the depth."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.inner = probe.build(layers=1)
+        self.depth = nn.Embedding(times, 20)
+        self.times = times
+
+    def forward(self, ids):
+        x = self.inner.embed(ids)
+        for index in range(self.times):
+            x = self.inner.layers[0](x + self.depth.weight[index])
+        return self.inner.head(self.inner.norm(x))
+
+
+class Alternating(nn.Module):
+    """Layers A B A B, and a head that is also used in the middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = probe.build(layers=2)
+        self.back = nn.Linear(batches.VOCAB, 20)
+
+    def forward(self, ids):
+        x = self.inner.embed(ids)
+        for layer in [*self.inner.layers, *self.inner.layers]:
+            x = layer(x)
+        x = x + self.back(self.inner.head(x).softmax(-1))
+        return self.inner.head(self.inner.norm(x))
+
+
+class CalledTwiceInALayer(nn.Module):
+    """The same projection makes queries and keys, the same norm is used before both branches."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = probe.build(layers=2)
+        for layer in self.inner.layers:
+            layer.k = layer.q
+            layer.mlp[0] = layer.norm
+
+    def forward(self, ids):
+        return self.inner(ids)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: Looped(3), Alternating, CalledTwiceInALayer], ids=["loop", "ABAB", "q is k"]
+)
+def test_shared_modules(build):
+    check(build)
+
+
+def twice(model, ids, labels):
+    """Two passes of one model in one function, on different lengths."""
+    first = probe.step(model, ids, labels)
+    second = probe.step(model, ids[:, 3:], labels[:, 3:])
+    return first + 0.5 * second
+
+
+def on_its_own_output(model, ids, labels):
+    """The second pass reads what the first one predicted."""
+    with torch.no_grad():
+        predicted = model(ids).argmax(-1)
+    return probe.step(model, predicted, labels)
+
+
+def consistency(model, ids, labels):
+    """Two passes whose hidden states meet in one term."""
+    first, second = model.hidden(ids), model.hidden(labels.clamp(min=0))
+    return (first - second).square().mean()
+
+
+@pytest.mark.parametrize("step", [twice, on_its_own_output, consistency])
+def test_a_model_called_twice_in_a_function(step):
+    check(probe.build, step=step, streamed=False)
+
+
+# ---- Hooks (case 35) ----------------------------------------------------------------------------
+
+
+def test_forward_hooks_that_change_values():
+    def build():
+        model = probe.build()
+        model.layers[0].register_forward_hook(lambda module, args, out: out * 1.5)
+        model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] + 0.25,))
+        model.head.register_forward_hook(lambda module, args, out: out - 1)
+        return model
+
+    check(build)
+
+
+def test_forward_hooks_on_the_compiled_module_itself():
+    fired = []
+
+    def build():
+        model = probe.build()
+        model.register_forward_pre_hook(lambda module, args: fired.append("before"))
+        model.register_forward_hook(lambda module, args, out: out * 2)
+        return model
+
+    pair = Pair(build, chunk_size=CHUNK)
+    for _ in range(2):
+        fired.clear()
+        pair.check(batches.tokens(3, 13))
+        assert fired == ["before", "before"]  # once for each twin
+
+
+def test_hooks_added_and_removed_between_calls():
+    pair = Pair(probe.build, chunk_size=CHUNK)
+    ids = batches.tokens(3, 13)
+    pair.check(ids)
+    handles = [
+        model.layers[0].register_forward_hook(lambda module, args, out: out * 1.5)
+        for model in (pair.eager, pair.mine)
+    ]
+    pair.check(ids)
+    for handle in handles:
+        handle.remove()
+    pair.check(ids)
+
+
+def test_a_hook_that_collects_hidden_states():
+    pair = Pair(probe.build, chunk_size=CHUNK, streamed=False)
+    seen = {}
+    for which, model in (("eager", pair.eager), ("mine", pair.mine)):
+
+        def collect(module, args, out, which=which):
+            seen[which] = out.detach().clone()
+
+        model.layers[0].register_forward_hook(collect)
+    pair.check(batches.tokens(3, 13))
+    assert relative_error(seen["eager"], seen["mine"]) <= 1e-12
+
+
+@pytest.mark.parametrize("family", ["llama"])
+def test_hf_hidden_states_and_attentions(family):
+    pair = Pair(hf.builder(family, "eager"), chunk_size=CHUNK, streamed=False)
+    ids, labels = batches.with_labels(3, 13)
+    pair.check(input_ids=ids, labels=labels, output_hidden_states=True)
+    pair.check(input_ids=ids, labels=labels, output_attentions=True)
+
+
+def test_backward_hooks_of_modules():
+    pair = Pair(probe.build, chunk_size=CHUNK, streamed=False)
+    seen = {"eager": [], "mine": []}
+    for which, model in (("eager", pair.eager), ("mine", pair.mine)):
+
+        def hook(module, grad_input, grad_output, which=which):
+            seen[which].append(grad_output[0].norm().item())
+
+        model.layers[1].register_full_backward_hook(hook)
+    pair.check(batches.tokens(3, 13))
+    assert seen["mine"] == pytest.approx(seen["eager"], rel=1e-9)
