@@ -67,7 +67,7 @@ def main() -> None:
         console.print(f"step {step + 1} of {STEPS}: loss {loss.item():.4f}")
 
     # Every gradient of the compiled function against eager's, on one more pair.
-    console.print(seqsplit.verify(dpo_loss, inputs, targets, reference_log_prob))
+    console.print(str(seqsplit.verify(dpo_loss, inputs, targets, reference_log_prob)))
 
 
 if __name__ == "__main__":

@@ -111,7 +111,8 @@ def _placement(facts: Facts, node: fx.Node) -> Placement:
     dims = facts.sequence_dims(node)
     if not dims:
         return Sum
-    return Chunk(dims[0]) if len(dims) == 1 else Chunk(dims[-2])
+    dim = dims[0] if len(dims) == 1 else dims[-2]
+    return Chunk(dim, *(merged_factors(facts, node, dim) or ()))
 
 
 def _last_uses(

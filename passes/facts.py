@@ -124,14 +124,14 @@ def find_sequence(lowered: Lowered, seq_dim: int | None) -> sympy.Symbol | None:
     }
     if not symbolic:
         return None
-    votes: dict[sympy.Symbol, int] = {}
+    votes: dict[sympy.Expr, int] = {}
     for node in lowered.graph.nodes:
         mixed = _mixed_size(node, lowered)
-        if mixed is not None and mixed in symbolic:
+        if mixed is not None and any((mixed - symbol).is_Integer for symbol in symbolic):
             votes[mixed] = votes.get(mixed, 0) + 1
-    candidates = [symbol for symbol in votes if votes[symbol] == max(votes.values())]
+    candidates = [size for size in votes if votes[size] == max(votes.values())]
     if seq_dim is None and len(candidates) == 1:
-        return candidates[0]
+        return _as_symbol(lowered, candidates[0])
     asked = 1 if seq_dim is None else seq_dim
     growing = [n for n in inputs if any(s.free_symbols for s in lowered.shape(n))]
     named = [
@@ -154,13 +154,23 @@ def find_sequence(lowered: Lowered, seq_dim: int | None) -> sympy.Symbol | None:
     return (preferred or named or candidates or [None])[0]
 
 
+def _as_symbol(lowered: Lowered, size: sympy.Expr) -> sympy.Symbol:
+    """A symbol for a length; a model that is given all tokens but the last has ``s - 1``."""
+    if isinstance(size, sympy.Symbol):
+        return size
+    (symbol,) = size.free_symbols
+    length = sympy.Symbol("T", integer=True, positive=True)
+    lowered.rename(symbol, length - (size - symbol))
+    return length
+
+
 def _mixed_size(node: fx.Node, lowered: Lowered) -> sympy.Expr | None:
     """The size of the dim whose positions a node mixes by attention."""
     if node.target is aten.scaled_dot_product_attention.default:
         return lowered.shape(node.args[1])[-2]
     if node.target in (aten.softmax.int, aten._softmax.default):
         size = lowered.shape(node)[node.args[1]]
-        return size if isinstance(size, sympy.Symbol) else None
+        return size if size.free_symbols else None
     return None
 
 

@@ -86,9 +86,19 @@ class Lowered:
             for size in value.shape if isinstance(value, torch.Tensor) else [value]:
                 if isinstance(size, torch.SymInt) and size.node.has_hint():
                     expr = self.expr(size)
-                    if isinstance(expr, sympy.Symbol):
-                        found[expr] = int(size.node.hint)
+                    for symbol in expr.free_symbols:
+                        if (expr - symbol).is_Integer:
+                            found[symbol] = int(size.node.hint) - int(expr - symbol)
         return found
+
+    def rename(self, old: sympy.Symbol, new: sympy.Expr) -> None:
+        """Write all sizes in another symbol from now on."""
+        self.assumed = {s: expr.xreplace({old: new}) for s, expr in self.assumed.items()}
+        self.assumed[old] = new
+        self.__dict__.pop("hints", None)
+        for node in self.graph.nodes:
+            node.meta.pop("shape_exprs", None)
+            node.meta.pop("rows", None)
 
     def expr(self, size: int | torch.SymInt) -> sympy.Expr:
         """A size as an expression in the symbols that are left after Dynamo's equalities."""

@@ -135,11 +135,13 @@ def build_plan(
     return plan
 
 
-def _length_at(facts: Facts) -> tuple[int, int]:
-    """An input and its dim that is the sequence."""
+def _length_at(facts: Facts) -> tuple[int, int, int]:
+    """An input, its dim along the sequence, and by how much that is longer."""
     for index, node in enumerate(facts.lowered.placeholders):
-        if facts.is_tensor(node) and facts.sequence in facts.shape(node):
-            return index, facts.shape(node).index(facts.sequence)
+        if facts.is_tensor(node):
+            for dim, size in enumerate(facts.shape(node)):
+                if (size - facts.sequence).is_Integer:
+                    return index, dim, int(size - facts.sequence)
     raise AssertionError("the sequence's symbol was taken from an input")
 
 

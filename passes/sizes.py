@@ -54,15 +54,17 @@ def write_expression(
     return result
 
 
-def symbol_source(lowered: Lowered, symbol: sympy.Symbol) -> tuple[fx.Node, int | None]:
-    """The input whose value is a symbol, or the input and its dim of that size."""
+def symbol_source(lowered: Lowered, symbol: sympy.Symbol) -> tuple[fx.Node, int | None, int]:
+    """Where a symbol's value is found: an input (or its dim), and what to take off."""
     for node in lowered.placeholders:
         held = node.meta.get("val")
-        if isinstance(held, torch.SymInt) and lowered.expr(held) == symbol:
-            return node, None
+        if isinstance(held, torch.SymInt) and (lowered.expr(held) - symbol).is_Integer:
+            return node, None, int(lowered.expr(held) - symbol)
     for node in lowered.placeholders:
-        if isinstance(node.meta.get("val"), torch.Tensor) and symbol in lowered.shape(node):
-            return node, lowered.shape(node).index(symbol)
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            for dim, size in enumerate(lowered.shape(node)):
+                if (size - symbol).is_Integer:
+                    return node, dim, int(size - symbol)
     raise ValueError(f"no input has the size {symbol}")
 
 
@@ -85,8 +87,9 @@ def express_sizes(lowered: Lowered) -> None:
         return known[key]
 
     def symbol(wanted: sympy.Symbol) -> fx.Node:
-        node, dim = symbol_source(lowered, wanted)
-        return node if dim is None else new(aten.sym_size.int, node, dim)
+        node, dim, surplus = symbol_source(lowered, wanted)
+        value = node if dim is None else new(aten.sym_size.int, node, dim)
+        return new(operator.sub, value, surplus) if surplus else value
 
     for node in list(graph.nodes):
         held = node.meta.get("val")

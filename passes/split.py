@@ -200,9 +200,10 @@ class _Writer:
         needs_grad = node in self._facts.needs_grad
         if placement.partial:
             return BodyOutput(placement, 0, needs_grad, scalar=not self.shape(node))
+        span = placement.dims[placement.rows_dim]
         size = self.shape(node)[placement.rows_dim]
-        surplus = sympy.cancel(size - self._facts.sequence)
-        if not surplus.is_Integer or surplus > 0:
+        surplus = sympy.cancel(size / (span.outer * span.inner)) - self._facts.sequence
+        if not surplus.is_Integer or surplus > 0 or (span.outer != 1 and span.inner != 1):
             raise Unsplittable(node, f"a value of length {size} leaves the segment")
         return BodyOutput(placement, int(surplus), needs_grad)
 

@@ -142,10 +142,12 @@ class _Stitching:
     def _size(self, symbol: sympy.Symbol) -> fx.Node:
         """The value of a symbol: an input, or the size of one."""
         if symbol not in self._sizes:
-            node, dim = symbol_source(self._facts.lowered, symbol)
+            node, dim, surplus = symbol_source(self._facts.lowered, symbol)
             value = self._new[node]
             if dim is not None:
                 value = self._graph.call_function(aten.sym_size.int, (value, dim))
+            if surplus:
+                value = self._graph.call_function(operator.sub, (value, surplus))
             self._sizes[symbol] = value
         return self._sizes[symbol]
 

@@ -149,7 +149,7 @@ class Plan:
         module: the outer graph, taking what Dynamo's graph took.
         segments: in the order in which they run.
         whole: scopes that run whole, with the reason.
-        length_at: the (input, dim) that is the sequence.
+        length_at: an input, its dim along the sequence, and by how much that is longer.
         assumptions: pairs of (input, dim) whose sizes have to be equal for the plan to hold.
         pass_seconds: time spent in each pass.
     """
@@ -157,7 +157,7 @@ class Plan:
     module: fx.GraphModule
     segments: list[Segment]
     whole: list[tuple[str, str]] = field(default_factory=list)
-    length_at: tuple[int, int] = (0, 0)
+    length_at: tuple[int, int, int] = (0, 0, 0)
     assumptions: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
     pass_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -175,5 +175,5 @@ class Plan:
 
     def length_of(self, inputs: Sequence[object]) -> int:
         """The sequence's length in these inputs."""
-        index, dim = self.length_at
-        return int(inputs[index].shape[dim])
+        index, dim, surplus = self.length_at
+        return int(inputs[index].shape[dim]) - surplus

@@ -185,7 +185,9 @@ def _backward(
                 outputs = run.call(index, leaves, caches)
             start, end = run.chunks[index]
             parts = [
-                None if whole is None else take_part(whole, spec.placement, start, end)
+                None
+                if whole is None
+                else take_part(whole, spec.placement, start, end, run.length + spec.surplus)
                 for whole, spec in zip(cotangents, run.segment.body.outputs)
             ]
             accumulated.add(index, leaves, outputs, parts)
@@ -233,12 +235,14 @@ class _Outputs:
             # A body may hand back what it was given; an autograd function may not.
             self._whole[slot] = out.clone() if out._is_view() else out
             return
-        dim = spec.placement.rows_dim
+        start, end = self._run.chunks[index]
+        length = self._run.length + spec.surplus
         if self._whole[slot] is None:
-            shape = list(out.shape)
-            shape[dim] = self._run.length + spec.surplus
+            shape, dim = list(out.shape), spec.placement.rows_dim
+            shape[dim] = shape[dim] // max(min(end, length) - start, 1) * length
             self._whole[slot] = out.new_empty(shape)
-        take_part(self._whole[slot], spec.placement, *self._run.chunks[index]).copy_(out)
+        part = part_view(self._whole[slot], spec.placement, start, end, length)
+        part.copy_(out.view(part.shape))
 
     def whole(self) -> list[Tensor]:
         return [
