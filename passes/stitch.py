@@ -75,11 +75,11 @@ class _Stitching:
         inside = self._facts.stream | {n for n in order if self._facts.is_active(n)}
         for index, node in enumerate(order):
             if node.op == "output":
-                continue
-            self._place_segments(placed, index)
+                break
+            self._place_segments(placed, range(index, index + 1))
             if node in self._cuts.whole or (node not in inside and node not in self._cuts.tail):
                 self._copy(node)
-        self._place_segments(placed, len(order))
+        self._place_segments(placed, range(len(order) - 1, len(order) + 1))
         for node in order:
             if node in self._cuts.tail:
                 self._copy(node)
@@ -94,9 +94,9 @@ class _Stitching:
                 )
         return fx.GraphModule(self._segments, self._graph, class_name="Outer")
 
-    def _place_segments(self, placed: Sequence[Placed], index: int) -> None:
+    def _place_segments(self, placed: Sequence[Placed], places: range) -> None:
         for item in placed:
-            if item.position != index:
+            if item.position not in places:
                 continue
             length = self._size(self._facts.sequence)
             sizes = tuple(self._size(symbol) for symbol in item.split.sizes)
