@@ -63,6 +63,7 @@ def choose_cuts(
     whole: Iterable[fx.Node],
     forced: dict[fx.Node, fx.Node],
     segment_layers: int,
+    added_later: set[fx.Node] = frozenset(),
 ) -> Cuts:
     """Choose the cuts.
 
@@ -72,10 +73,11 @@ def choose_cuts(
         whole: nodes that the outer graph runs whole.
         forced: values that have to be materialised, each with the first node that needs it so.
         segment_layers: how many stretches between mixers make one segment.
+        added_later: ops on sums of different segments, for the outer graph.
     """
     order = list(facts.lowered.graph.nodes)
     position = facts.position
-    whole, tail = _sort_out_sums(facts, set(whole))
+    whole, tail = _sort_out_sums(facts, set(whole), added_later)
     last_use = _last_uses(facts, order, position, tail)
     borders = sorted({position[n] for n in reads.mixers if n not in whole})
     waists = _waists(facts, order, position, last_use, borders, whole | tail)
@@ -159,6 +161,10 @@ def _waists(
         if empty:
             places = [p for p in places if p < empty[0]]
         finite = [p for p in places if costs[p] != math.inf]
+        if (last or empty) and finite:
+            # A head widens (to the vocabulary) before it narrows to numbers: cut before it does.
+            widest = max(finite, key=lambda p: costs[p])
+            finite = [p for p in finite if p < widest] or finite
         if finite:
             best = min(costs[p] for p in finite)
             ties = [p for p in finite if costs[p] == best]
@@ -214,7 +220,9 @@ def bytes_per_token(facts: Facts, node: fx.Node) -> float:
     return facts.lowered.numel(node) / length * node.meta["val"].element_size() * merged
 
 
-def _sort_out_sums(facts: Facts, whole: set[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+def _sort_out_sums(
+    facts: Facts, whole: set[fx.Node], added_later: set[fx.Node]
+) -> tuple[set[fx.Node], set[fx.Node]]:
     """Stream values without a sequence dim that are no sum over chunks: ops on sums.
 
     Those that only lead to outputs are the tail and run at the end; those that feed back into the
@@ -225,7 +233,7 @@ def _sort_out_sums(facts: Facts, whole: set[fx.Node]) -> tuple[set[fx.Node], set
     for node in facts.lowered.graph.nodes:
         if node not in facts.stream or facts.sequence_dims(node) or node in whole:
             continue
-        if summing_row(facts, node, summable) is not None:
+        if node not in added_later and summing_row(facts, node, summable) is not None:
             summable.add(node)
         else:
             others.append(node)

@@ -31,7 +31,16 @@ from .facts import Facts
 from .rules.attention import SDPA
 from .rules.registry import Unsplittable, arguments_of, contracted, operands_of, pull
 
-__all__ = ["Attend", "Compute", "Demands", "Input", "NeededWhole", "ReadKeys", "demand"]
+__all__ = [
+    "AddedLater",
+    "Attend",
+    "Compute",
+    "Demands",
+    "Input",
+    "NeededWhole",
+    "ReadKeys",
+    "demand",
+]
 
 aten = torch.ops.aten
 
@@ -71,6 +80,18 @@ class NeededWhole(Exception):
         super().__init__(f"{user} needs {node} whole")
         self.node = node
         self.user = user
+
+
+class AddedLater(Exception):
+    """A sum over chunks meets one that an earlier segment has completed.
+
+    Attributes:
+        node: the op that joins them; the outer graph has to run it.
+    """
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(f"{node} joins sums of different segments")
+        self.node = node
 
 
 @dataclass(frozen=True)
@@ -144,6 +165,7 @@ def demand(
     Raises:
         Unsplittable: a node cannot give what is asked of it.
         NeededWhole: a value of this very segment is needed whole.
+        AddedLater: an op on sums has to wait for an earlier segment's.
     """
     pushing = _Pushing(facts, reads, available)
     for node, placement in targets.items():
@@ -196,6 +218,8 @@ class _Pushing:
 
     def _recipe(self, node: fx.Node, placement: Placement, user: fx.Node | None) -> Recipe:
         facts = self._facts
+        if placement.partial and node in self._available:
+            raise AddedLater(user)  # taken as a share, every chunk would add all of it
         if not facts.is_active(node) or node in self._available:
             if not any(span.merged for _, span in placement.spans):
                 return Input()

@@ -28,7 +28,7 @@ from ..plan import Body, Options, Plan, Segment
 from .attend import Reads, attend
 from .check import check_plan
 from .cut import Cuts, Group, bytes_per_token, choose_cuts
-from .demand import Demands, NeededWhole, demand
+from .demand import AddedLater, Demands, NeededWhole, demand
 from .facts import Facts, find_sequence, propagate
 from .lower import lower
 from .normalize import normalize, normalize_means
@@ -151,6 +151,7 @@ class _Planner:
     def __init__(self, facts: Facts, reads: Reads, options: Options, clock: _Clock) -> None:
         self._facts, self._reads, self._options, self._clock = facts, reads, options, clock
         self._forced: dict[fx.Node, fx.Node] = {}
+        self._added_later: set[fx.Node] = set()
         self._bodies: dict[str, Body] = {}
         self._validated: set[str] = set()
         self.reasons: dict[fx.Node, str] = {}
@@ -162,6 +163,9 @@ class _Planner:
                 placed, cuts = self._attempt()
             except Unsplittable as error:
                 self._run_whole(error.node, error.reason)
+                continue
+            except AddedLater as error:
+                self._added_later.add(error.node)
                 continue
             except NeededWhole as error:
                 self._forced[error.node] = error.user
@@ -186,6 +190,7 @@ class _Planner:
                 whole=self.reasons,
                 forced=self._forced,
                 segment_layers=options.segment_layers,
+                added_later=self._added_later,
             )
         available = set(facts.outer) | cuts.whole
         drawn: dict[fx.Node, int] = {}
