@@ -16,7 +16,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 # What `make test` runs; `make test-all` runs every file and takes longer.
 TESTS ?= $(addprefix tests/test_,layers.py bands.py rules.py faults.py compare.py \
-	memory_tracker.py flops.py sums.py autograd.py)
+	memory_tracker.py flops.py sums.py dropout.py autograd.py)
 BENCHMARKS ?= memory_growth flop_count compile_time step_time
 
 VENV := .venv

@@ -247,7 +247,6 @@ def _absorb_contexts(graph: fx.Graph) -> None:
         else:
             node.meta["region"] = Region(grad, tuple(entered.values()))
             continue
-        node.replace_all_uses_with(None)
     for node in reversed(list(graph.nodes)):
         name = getattr(node.target, "__name__", "")
         if node.target is torch._C._set_grad_enabled or name in (

@@ -298,8 +298,8 @@ class _Writer:
         ]
         if draws_random(node):
             self._replay = self._replay or self._placeholder("replay")
-            args = (self._replay, self._num_random, target, *args)
-            target = primitives.replayed
+            args = (self._replay, self._num_random, *args)
+            target = primitives.replayed(target)
             self._num_random += 1
         new = self._graph.call_function(target, args, kwargs)
         new.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack")}

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from .. import attention, primitives
+from .. import attention
 from ..plan import Segment
 from .facts import Facts
 from .rules.attention import SDPA
@@ -280,8 +280,9 @@ def _in_double(module: fx.GraphModule) -> fx.GraphModule:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target is primitives.replayed:
-            _, _, target, *args = node.args
+        target = getattr(node.target, "replays", None)
+        if target is not None:
+            _, _, *args = node.args
             node.target = target
             node.args, node.kwargs = _without_chance(target, tuple(args), node.kwargs)
         node.args = _double_dtypes(node.args)

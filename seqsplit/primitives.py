@@ -9,6 +9,7 @@ is all there is to do.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -141,9 +142,18 @@ class _Restoring:
             _set_generator_state(device, state)
 
 
-def replayed(replay: Replay, slot: int, op: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Run a random op, recording or replaying its generator's state."""
-    return replay.run(slot, op, args, kwargs)
+@functools.cache
+def replayed(op: Callable) -> Callable:
+    """The op as a body calls it: ``(replay, slot, *args, **kwargs)``, its generator's state
+    recorded or replayed."""
+
+    def run(replay: Replay, slot: int, *args: Any, **kwargs: Any) -> Any:
+        return replay.run(slot, op, args, kwargs)
+
+    run.__name__ = f"replayed_{getattr(op, '__name__', 'op').replace('.', '_')}"
+    run.__module__ = __name__
+    run.replays = op
+    return run
 
 
 def _device_of(args: tuple, kwargs: dict) -> torch.device:
