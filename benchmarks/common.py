@@ -147,6 +147,8 @@ class Screen:
                 nonlocal begun
                 bar.update(task, advance=1 if begun else 0, description=f"{title}: {name}")
                 begun = True
+                if not self._console.is_terminal:  # a bar shows nothing in a file until it ends
+                    self.say(f"{title}: {name}")
 
             yield begin
             bar.update(task, completed=steps, description=title)

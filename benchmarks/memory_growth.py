@@ -55,12 +55,12 @@ def main(arguments: list[str] | None = None) -> int:
                     }
                 )
                 trained.zero_grad(set_to_none=True)
-            results[method] = {"runs": runs, "slopes": slopes(runs)}
+                # After every run, so that a long measurement that is cut short is not lost.
+                results[method] = {"runs": runs, "slopes": slopes(runs)}
+                found = {"floor_bytes_per_token": least, "methods": results}
+                path = common.write_results("memory_growth", options, found)
 
     show(screen, options, results, least)
-    path = common.write_results(
-        "memory_growth", options, {"floor_bytes_per_token": least, "methods": results}
-    )
     screen.say(f"written: {path.relative_to(common.ROOT)}")
     return verdict(screen, results, least, options.limit)
 
