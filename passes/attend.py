@@ -12,6 +12,7 @@ is always right.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,9 +83,14 @@ class Reads:
     mixers: list[fx.Node] = field(default_factory=list)
 
 
-def attend(facts: Facts) -> Reads:
-    """Find the reads of every attention in the graph."""
-    reads, bands = Reads(), Bands(facts)
+def attend(facts: Facts, examples: Sequence[Any] = ()) -> Reads:
+    """Find the reads of every attention in the graph.
+
+    Args:
+        facts: of the graph.
+        examples: the real inputs of the captured call, for masks that are stored in buffers.
+    """
+    reads, bands = Reads(), Bands(facts, examples)
     for node in facts.lowered.graph.nodes:
         if node.op != "call_function" or not facts.is_active(node):
             continue

@@ -14,13 +14,14 @@ documents) only ever shrinks the second. Causality is proved if no key after the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..assumptions import BandedTable, band_of
 from .facts import Facts
 from .rules.registry import arguments_of, rows_of
 
@@ -74,8 +75,9 @@ class Bias:
 class Bands:
     """Evaluates mask expressions of one graph, remembering what it found."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Facts, examples: Sequence[Any] = ()) -> None:
         self._facts = facts
+        self._tables = _stored_tables(facts, examples)
         self._known: dict[fx.Node, Affine | Band | Bias | None] = {}
 
     def of(self, value: Any) -> Affine | Band | Bias | None:
@@ -101,12 +103,28 @@ class Bands:
                 stack.extend(pending)
                 continue
             transfer = _TRANSFER.get(node.target)
-            known = transfer(self, node, arguments_of(node)) if transfer else None
+            if node in self._tables:
+                known = self._table(node)
+            else:
+                known = transfer(self, node, arguments_of(node)) if transfer else None
             if isinstance(known, Affine) and known.coefficients and not _counts_exactly(node):
                 known = None
             self._known[node] = known
             stack.pop()
         return self._known[value]
+
+    def _table(self, node: fx.Node) -> Band | Bias | None:
+        """A mask that the model keeps in a buffer, told by its values."""
+        index, value = self._tables[node]
+        found = band_of(value)
+        if found is None:
+            return None
+        low, high, outside = found
+        if outside != 0.0 and outside > _ABSORBING:
+            return None
+        self._facts.lowered.assumptions.append(BandedTable(index, value, found))
+        band = Band(value.dim() - 2, value.dim() - 1, (low, high), (low, high))
+        return band if outside == 0.0 else Bias(band, outside, pure=True)
 
     def rank(self, node: Any) -> int:
         return node.meta["val"].ndim if isinstance(node, fx.Node) else 0
@@ -123,6 +141,18 @@ class Bands:
             moved.setdefault(row.operands[0].spans[0][0], row.out.spans[0][0])
         sizes = self.shape(source)
         return _relabel(value, moved, {dim for dim, size in enumerate(sizes) if size == 1})
+
+
+def _stored_tables(facts: Facts, examples: Sequence[Any]) -> dict[fx.Node, tuple[int, Any]]:
+    """Inputs of fixed size that may be masks: plain tensors, with their place and value."""
+    return {
+        node: (index, value)
+        for index, (node, value) in enumerate(zip(facts.lowered.placeholders, examples))
+        if isinstance(value, torch.Tensor)
+        and not value.requires_grad
+        and value.dim() >= 2
+        and not any(size.free_symbols for size in facts.shape(node))
+    }
 
 
 def _counts_exactly(node: fx.Node) -> bool:

@@ -202,6 +202,7 @@ class _Pushing:
                     if operand is node:
                         waiting.setdefault(wanted, node)
                     else:
+                        self._check_dims(node, operand, wanted)
                         self.request(operand, wanted, node)
         return demands
 
@@ -264,8 +265,6 @@ class _Pushing:
         span = self._reads.contracted.get(node)
         if span is not None:
             result = [p | q for p, q in zip(result, contracted(node, span, facts.shape))]
-        for operand, wanted in zip(operands, result):
-            self._check_dims(node, operand, wanted)
         return tuple(result)
 
     def _check_dims(self, node: fx.Node, operand: fx.Node, wanted: Placement) -> None:

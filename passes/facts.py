@@ -16,7 +16,6 @@ Everything else is *active*: it is computed inside chunk bodies.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 
 import sympy
@@ -210,8 +209,6 @@ def _carries_gradient(facts: Facts, node: fx.Node, inputs: list[fx.Node]) -> boo
     if not node.meta["region"].grad or node.target in _DETACHES:
         return False
     value = node.meta.get("val")
-    if node.target is operator.getitem and isinstance(value, torch.Tensor):
-        return inputs[0] in facts.needs_grad and value.is_floating_point()
     if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
         return False
     return any(i in facts.needs_grad for i in inputs)

@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from ..assumptions import Assumption, SameSize
 from ..errors import CaptureError
 
 __all__ = ["Lowered", "Region", "lower"]
@@ -61,13 +62,13 @@ class Lowered:
             ``meta["requires_grad"]``.
         shape_env: Dynamo's record of the symbols and of the guards on them.
         assumed: symbols taken to be the same as others (see :func:`_align_inputs`).
-        assumptions: what that assumes of the inputs: pairs of (input, dim) of equal size.
+        assumptions: what is assumed of the inputs of a call.
     """
 
     module: fx.GraphModule
     shape_env: Any
     assumed: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
-    assumptions: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
+    assumptions: list[Assumption] = field(default_factory=list)
 
     @property
     def graph(self) -> fx.Graph:
@@ -186,7 +187,7 @@ def _align_inputs(lowered: Lowered) -> None:
             known, place = first.setdefault((dim, int(size.node.hint)), (symbol, (index, dim)))
             if known != symbol:
                 lowered.assumed[symbol] = known
-                lowered.assumptions.append((place, (index, dim)))
+                lowered.assumptions.append(SameSize(place, (index, dim)))
 
 
 def _as_fake(value: Any, fake_mode: Any, context: TracingContext) -> Any:
@@ -220,8 +221,20 @@ def _custom_function(forward: fx.GraphModule, backward: fx.GraphModule, options:
 
     custom_function.__module__ = __name__
     # What makes two calls the same piece of code, whatever objects they were traced into.
-    custom_function.fingerprint = (forward.code, backward.code, repr(sorted(options.items())))
+    custom_function.fingerprint = (
+        _structure(forward), _structure(backward), repr(sorted(options.items()))
+    )  # fmt: skip
     return custom_function
+
+
+def _structure(module: fx.GraphModule) -> str:
+    """A graph's code without the names of its values, which differ from layer to layer."""
+    numbers = {node: index for index, node in enumerate(module.graph.nodes)}
+    return "\n".join(
+        f"{node.op} {'' if node.op == 'placeholder' else node.target} "
+        f"{fx.node.map_arg((node.args, node.kwargs), lambda n: f'%{numbers[n]}')}"
+        for node in module.graph.nodes
+    )
 
 
 def _trace_as_one_node(function: Callable, operands: Sequence[Any]) -> Any:

@@ -105,7 +105,7 @@ def build_plan(
             express_sizes(lowered)
             facts = propagate(lowered, sequence)
     with clock("attend"):
-        reads = attend(facts)
+        reads = attend(facts, examples)
     planner = _Planner(facts, reads, options, clock)
     validator = Validator(facts, examples, executor.run) if options.validate else None
     placed, cuts = planner.plan(validator)

@@ -74,14 +74,15 @@ def express_sizes(lowered: Lowered) -> None:
     A size then depends on no tensor but inputs, wherever the tensor it was read off is computed.
     """
     graph = lowered.graph
-    body = next((n for n in graph.nodes if n.op != "placeholder"), None)
+    last = lowered.placeholders[-1] if lowered.placeholders else graph._root
     known: dict[Any, fx.Node] = {}
 
     def new(function: Callable, *args: Any) -> fx.Node:
+        nonlocal last  # not "before the body": its first node may be one that is replaced
         key = (function, *args)
         if key not in known:
-            with graph.inserting_before(body):
-                known[key] = graph.call_function(function, args)
+            with graph.inserting_after(last):
+                last = known[key] = graph.call_function(function, args)
             values = fx.node.map_arg(args, lambda n: n.meta["val"])
             known[key].meta = {"val": function(*values), "region": Region()}
         return known[key]

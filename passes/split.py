@@ -113,8 +113,10 @@ class _Writer:
         """A size of the chunk's own tensor, as a number or a node."""
         if span is None:
             return self._expression(size)
-        middle = sympy.cancel(size / (span.outer * span.inner))
-        surplus = int(middle - self._facts.sequence)
+        surplus = sympy.cancel(size / (span.outer * span.inner)) - self._facts.sequence
+        if not surplus.is_Integer:
+            raise ValueError("a length that does not grow with the sequence alone")
+        surplus = int(surplus)
         first, last = self.first(span), self._end
         if surplus < 0:  # the last chunk ends earlier
             bound = self.add(self._length, surplus)
@@ -192,8 +194,11 @@ class _Writer:
 
     def _surplus(self, node: fx.Node, placement: Placement) -> int:
         for dim, span in placement.spans:
-            middle = sympy.cancel(self.shape(node)[dim] / (span.outer * span.inner))
-            return int(middle - self._facts.sequence)
+            size = self.shape(node)[dim]
+            surplus = sympy.cancel(size / (span.outer * span.inner)) - self._facts.sequence
+            if not surplus.is_Integer:
+                raise Unsplittable(node, f"a value of length {size} enters the segment")
+            return int(surplus)
         return 0
 
     def _output(self, node: fx.Node, placement: Placement) -> BodyOutput:
@@ -252,7 +257,10 @@ class _Writer:
             for name, value in arguments_of(node).items()
         }
         if isinstance(node.target, torch._ops.OpOverload):
-            arguments = rewrite_arguments(node, placement, arguments, self)
+            try:
+                arguments = rewrite_arguments(node, placement, arguments, self)
+            except ValueError as error:
+                raise Unsplittable(node, f"{node.target} takes {error}") from None
             args, kwargs = _as_call(node.target, arguments)
         else:
             args, kwargs = tuple(arguments.values()), {}

@@ -98,7 +98,7 @@ class Validator:
         roots = [i for i, value in enumerate(expected) if value.requires_grad]
         if not wanted or not roots:
             return None
-        cotangents = [self._normal(expected[i].shape).to(expected[i].device) for i in roots]
+        cotangents = [self._normal(expected[i].shape, like=expected[i]) for i in roots]
         gradients = [
             torch.autograd.grad(
                 [side[i] for i in roots],
@@ -158,13 +158,13 @@ class Validator:
         if node in facts.stream or node in facts.features:
             held = node.meta["val"]
             shape = [self._number(size) for size in facts.shape(node)]
-            if held.is_floating_point():
-                value = self._normal(shape).to(held.device)
+            if held.is_floating_point() or held.is_complex():
+                value = self._normal(shape, like=held)
         if value is None:
             with torch.no_grad():
                 value = facts_value = self._evaluate(node, self._values)
         value = value.detach()
-        if node in facts.needs_grad and value.is_floating_point():
+        if node in facts.needs_grad:
             value = (value.clone() if facts_value is not None else value).requires_grad_()
         return value
 
@@ -178,8 +178,9 @@ class Validator:
                 value = value.index_select(dim, places.to(value.device))
         return _as_double(value)
 
-    def _normal(self, shape: Sequence[int]) -> Tensor:
-        return torch.randn(list(shape), generator=self._generator, dtype=torch.float64)
+    def _normal(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        dtype = torch.complex128 if like.is_complex() else torch.float64
+        return torch.randn(list(shape), generator=self._generator, dtype=dtype).to(like.device)
 
     def _number(self, expr: sympy.Expr) -> int:
         values = {symbol: self._symbol(symbol) for symbol in expr.free_symbols}
@@ -214,7 +215,7 @@ class Validator:
 
 def relative_error(have: Tensor, want: Tensor) -> float:
     """Norm-wise; equal infinities and NaNs count as equal."""
-    if not want.is_floating_point():
+    if not (want.is_floating_point() or want.is_complex()):
         return float(not torch.equal(have, want))
     same = (have == want) | (have.isnan() & want.isnan())
     have, want = have.masked_fill(same, 0.0), want.masked_fill(want.isinf() | want.isnan(), 0.0)
@@ -243,6 +244,8 @@ def _attribute(module: torch.nn.Module, path: str) -> Any:
 def _as_double(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.to(torch.float64)
+    if isinstance(value, Tensor) and value.is_complex():
+        return value.to(torch.complex128)
     return value
 
 
@@ -252,6 +255,8 @@ def _double_dtypes(arguments: Any) -> Any:
     def double(value: Any) -> Any:
         if isinstance(value, torch.dtype) and value.is_floating_point:
             return torch.float64
+        if isinstance(value, torch.dtype) and value.is_complex:
+            return torch.complex128
         return value
 
     return torch.utils._pytree.tree_map(double, arguments)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from .assumptions import Assumption
 from .placement import Placement
 
 _CHUNK_ELEMENTS = 2**24
@@ -150,7 +151,7 @@ class Plan:
         segments: in the order in which they run.
         whole: scopes that run whole, with the reason.
         length_at: an input, its dim along the sequence, and by how much that is longer.
-        assumptions: pairs of (input, dim) whose sizes have to be equal for the plan to hold.
+        assumptions: what has to be true of a call's inputs for the plan to hold.
         pass_seconds: time spent in each pass.
     """
 
@@ -158,7 +159,7 @@ class Plan:
     segments: list[Segment]
     whole: list[tuple[str, str]] = field(default_factory=list)
     length_at: tuple[int, int, int] = (0, 0, 0)
-    assumptions: list[tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=list)
+    assumptions: list[Assumption] = field(default_factory=list)
     pass_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -168,10 +169,7 @@ class Plan:
 
     def holds_for(self, inputs: Sequence[object]) -> bool:
         """Whether these inputs are as the plan assumes."""
-        return all(
-            inputs[one].shape[dim] == inputs[other].shape[other_dim]
-            for (one, dim), (other, other_dim) in self.assumptions
-        )
+        return all(assumption.holds(inputs) for assumption in self.assumptions)
 
     def length_of(self, inputs: Sequence[object]) -> int:
         """The sequence's length in these inputs."""

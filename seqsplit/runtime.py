@@ -224,7 +224,7 @@ class _Outputs:
         if self._whole[slot] is None:
             self._dtypes[slot] = share.dtype
             wide = share.dtype
-            if share.is_floating_point():
+            if share.is_floating_point() or share.is_complex():
                 wide = torch.promote_types(wide, self._run.segment.options.accumulate_dtype)
             self._whole[slot] = share.to(wide, copy=True)
         else:
@@ -262,7 +262,7 @@ class _Gradients:
     def __init__(self, run: _Run, operands: Sequence[Tensor], wanted: Sequence[bool]) -> None:
         self._run = run
         self._operands = operands
-        self._wanted = [w and o.is_floating_point() for w, o in zip(wanted, operands)]
+        self._wanted = list(wanted)
         self._sums: list[Tensor | None] = [None] * len(operands)
         self._shared: dict[int, Tensor] = {}
         self._uses = [0] * len(operands)
