@@ -1,5 +1,6 @@
 """The compiler: how a captured graph becomes a plan (see :mod:`seqsplit.passes.pipeline`)."""
 
+from .facts import NothingToSplit
 from .pipeline import Executor, build_plan
 
-__all__ = ["Executor", "build_plan"]
+__all__ = ["Executor", "NothingToSplit", "build_plan"]

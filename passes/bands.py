@@ -126,6 +126,32 @@ class Bands:
         band = Band(value.dim() - 2, value.dim() - 1, (low, high), (low, high))
         return band if outside == 0.0 else Bias(band, outside, pure=True)
 
+    def may_hide(self, value: Any) -> bool:
+        """Whether a term may hold numbers so low that they hide a score, as masks do.
+
+        They come from a constant or from a float input along the sequence; the results of
+        contractions, norms and the like are ordinary numbers.
+        """
+        stack, seen = [value], set()
+        while stack:
+            node = stack.pop()
+            if isinstance(node, (int, float)) and node <= _ABSORBING:
+                return True
+            if not isinstance(node, fx.Node) or node in seen or node.target in _ORDINARY:
+                continue
+            seen.add(node)
+            held = node.meta.get("val")
+            if not isinstance(held, torch.Tensor) or not held.is_floating_point():
+                continue  # conditions and counts hide nothing by themselves
+            if node.op != "call_function":
+                if self._facts.sequence_dims(node):
+                    return True
+            elif node.target in _PRODUCTS_ADDED:
+                stack.append(node.args[0])
+            else:
+                stack.extend(_leaves(node))
+        return False
+
     def rank(self, node: Any) -> int:
         return node.meta["val"].ndim if isinstance(node, fx.Node) else 0
 
@@ -153,6 +179,29 @@ def _stored_tables(facts: Facts, examples: Sequence[Any]) -> dict[fx.Node, tuple
         and value.dim() >= 2
         and not any(size.free_symbols for size in facts.shape(node))
     }
+
+
+# Ops whose results are ordinary numbers, whatever is known of their operands.
+_ORDINARY = {
+    aten.bmm.default,
+    aten.cos.default,
+    aten.einsum.default,
+    aten.embedding.default,
+    aten.layer_norm.default,
+    aten.linear.default,
+    aten.matmul.default,
+    aten.mm.default,
+    aten.sigmoid.default,
+    aten.sin.default,
+    aten.softmax.int,
+    aten._softmax.default,
+    aten.tanh.default,
+}
+_PRODUCTS_ADDED = {aten.addmm.default, aten.baddbmm.default}  # ordinary but for the first operand
+
+
+def _leaves(node: fx.Node) -> list[Any]:
+    return torch.utils._pytree.tree_leaves((node.args, node.kwargs))
 
 
 def _counts_exactly(node: fx.Node) -> bool:
@@ -335,7 +384,12 @@ def _add(bands: Bands, node: fx.Node, arguments: dict) -> Any:
     if len(biases) == 2 and _same_dims(biases[0].band, biases[1].band):
         band = _both(biases[0].band, biases[1].band)
         return Bias(band, max(b.fill for b in biases), all(b.pure for b in biases))
-    return replace(biases[0], pure=False) if biases else None
+    if not biases:
+        return None
+    bias, other = biases[0], arguments["other" if biases[0] is left else "self"]
+    if bands.may_hide(other):  # what the band lets through may be hidden by the other term
+        bias = replace(bias, band=replace(bias.band, certain=None))
+    return replace(bias, pure=False)
 
 
 @_on(aten.mul.Tensor, aten.mul.Scalar)

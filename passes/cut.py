@@ -282,7 +282,9 @@ def merged_factors(facts: Facts, node: fx.Node, dim: int) -> tuple[sympy.Expr, s
         operands = operands_of(node)
         rows = [row for row in rows_of(node, facts.shape) if row.out.dims.get(dim) is not None]
         for row in rows:
-            source, *_ = (i for i in zip(operands, row.operands) if i[1].spans)
+            source = next((i for i in zip(operands, row.operands) if i[1].spans), None)
+            if source is None:
+                continue
             merged_dim = facts.shape(source[0])[source[1].spans[0][0]]
             span = row.out.dims[dim]
             if row.exact_factors and span.merged and (merged_dim - facts.sequence).is_Integer:

@@ -22,11 +22,11 @@ import sympy
 import torch
 from torch import fx
 
-from ..errors import SequenceNotFoundError, format_message
+from ..errors import InvalidOptionError, format_message
 from .lower import Lowered
 from .rules.registry import arguments_of, operands_of
 
-__all__ = ["Facts", "find_sequence", "propagate"]
+__all__ = ["Facts", "NothingToSplit", "find_sequence", "propagate"]
 
 aten = torch.ops.aten
 
@@ -106,13 +106,24 @@ class Facts:
         return isinstance(value, (torch.Tensor, tuple, list)) and node not in self.outer
 
 
-def find_sequence(lowered: Lowered, seq_dim: int | None) -> sympy.Symbol | None:
+class NothingToSplit(Exception):
+    """A graph has no sequence of more than one position.
+
+    Attributes:
+        no_sequence: none of its inputs even looks like one.
+    """
+
+    def __init__(self, reason: str, *, no_sequence: bool = False) -> None:
+        super().__init__(reason)
+        self.no_sequence = no_sequence
+
+
+def find_sequence(lowered: Lowered, seq_dim: int | None) -> sympy.Symbol:
     """The symbol of the dim that attention mixes, else of ``seq_dim``, else of dim 1.
 
-    Returns ``None`` when no size of any input is symbolic (a sequence of length 1, say).
-
     Raises:
-        SequenceNotFoundError: ``seq_dim`` names a dim that no input has.
+        NothingToSplit: no size of the inputs that may be the sequence is symbolic.
+        InvalidOptionError: ``seq_dim`` names a dim that no input has.
     """
     inputs = [n for n in lowered.placeholders if isinstance(n.meta.get("val"), torch.Tensor)]
     symbolic = {
@@ -122,7 +133,7 @@ def find_sequence(lowered: Lowered, seq_dim: int | None) -> sympy.Symbol | None:
         if len(size.free_symbols) == 1
     }
     if not symbolic:
-        return None
+        raise _nothing_to_split(lowered, inputs, seq_dim)
     votes: dict[sympy.Expr, int] = {}
     for node in lowered.graph.nodes:
         mixed = _mixed_size(node, lowered)
@@ -141,7 +152,7 @@ def find_sequence(lowered: Lowered, seq_dim: int | None) -> sympy.Symbol | None:
     named = [size for size in named if isinstance(size, sympy.Symbol)]
     preferred = [size for size in named if not candidates or size in candidates]
     if seq_dim is not None and not named:
-        raise SequenceNotFoundError(
+        raise InvalidOptionError(
             format_message(
                 f"seq_dim={seq_dim} is not a sequence in any input",
                 got=", ".join(f"{n.name}: {list(lowered.shape(n))}" for n in growing),
@@ -150,7 +161,21 @@ def find_sequence(lowered: Lowered, seq_dim: int | None) -> sympy.Symbol | None:
         )
     if seq_dim is not None:
         return named[0]
-    return (preferred or named or candidates or [None])[0]
+    found = preferred or named or candidates
+    if not found:
+        raise _nothing_to_split(lowered, inputs, seq_dim)
+    return found[0]
+
+
+def _nothing_to_split(
+    lowered: Lowered, inputs: list[fx.Node], seq_dim: int | None
+) -> NothingToSplit:
+    place = 1 if seq_dim is None else seq_dim
+    if any(size == 1 for node in inputs for size in lowered.shape(node)[place : place + 1 or None]):
+        return NothingToSplit("the sequence has one position")
+    if any(_mixed_size(node, lowered) is not None for node in lowered.graph.nodes):
+        return NothingToSplit("the model's own code fixes the length of the sequence")
+    return NothingToSplit("no dim of the inputs is a sequence", no_sequence=True)
 
 
 def _as_symbol(lowered: Lowered, size: sympy.Expr) -> sympy.Symbol:
@@ -168,8 +193,7 @@ def _mixed_size(node: fx.Node, lowered: Lowered) -> sympy.Expr | None:
     if node.target is aten.scaled_dot_product_attention.default:
         return lowered.shape(node.args[1])[-2]
     if node.target in (aten.softmax.int, aten._softmax.default):
-        size = lowered.shape(node)[node.args[1]]
-        return size if size.free_symbols else None
+        return lowered.shape(node)[node.args[1]]
     return None
 
 

@@ -73,7 +73,7 @@ class _Clock:
 
 def build_plan(
     captured: fx.GraphModule, examples: Sequence[Any], options: Options, executor: Executor
-) -> Plan | None:
+) -> Plan:
     """Make the plan of a captured graph.
 
     Args:
@@ -83,11 +83,12 @@ def build_plan(
         executor: what executes segments.
 
     Returns:
-        The plan, or ``None`` if the graph has no sequence to split.
+        The plan.
 
     Raises:
         CaptureError: the graph cannot be lowered.
-        SequenceNotFoundError: ``options.seq_dim`` names no sequence.
+        InvalidOptionError: ``options.seq_dim`` names no sequence.
+        NothingToSplit: the graph has no sequence of more than one position.
         NotStreamedError: ``options.strict`` and something would run whole.
     """
     clock = _Clock()
@@ -98,8 +99,6 @@ def build_plan(
         express_sizes(lowered)
     with clock("propagate"):
         sequence = find_sequence(lowered, options.seq_dim)
-        if sequence is None:
-            return None
         facts = propagate(lowered, sequence)
         if normalize_means(facts):
             express_sizes(lowered)
@@ -109,8 +108,6 @@ def build_plan(
     planner = _Planner(facts, reads, options, clock)
     validator = Validator(facts, examples, executor.run) if options.validate else None
     placed, cuts = planner.plan(validator)
-    if not placed:
-        return None
     if options.strict and planner.reasons:
         scope, reason = planner.entries[0]
         raise NotStreamedError(
@@ -173,7 +170,7 @@ class _Planner:
             failed = self._validate(validator, placed)
             if failed is None:
                 return placed, cuts
-        return [], Cuts()
+        raise RuntimeError(f"no plan was found in {_MAX_ROUNDS} rounds")
 
     def _run_whole(self, node: fx.Node, reason: str) -> None:
         if node in self.reasons:

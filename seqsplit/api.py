@@ -7,7 +7,6 @@ import functools
 import inspect
 import logging
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,11 +16,18 @@ from typing import Any, TypeVar
 import torch
 import torch.fx.experimental._config as symbolic_shapes_config
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 
 from .deferred import DeferredTensor
-from .errors import CaptureError, InvalidOptionError, SeqsplitError, format_message
-from .passes import Executor, build_plan
+from .errors import (
+    CaptureError,
+    InvalidOptionError,
+    SeqsplitError,
+    SequenceNotFoundError,
+    UnfinishedPlanWarning,
+    format_message,
+)
+from .passes import Executor, NothingToSplit, build_plan
 from .plan import Options, Plan, Segment
 from .runtime import run_segment
 
@@ -133,10 +139,12 @@ class Run:
     Attributes:
         plan: what was executed, or why the graph ran whole.
         length: of the sequence.
+        no_sequence: there was nothing like a sequence in it.
     """
 
     plan: Plan | str
     length: int = 0
+    no_sequence: bool = False
 
 
 class Handle:
@@ -152,36 +160,65 @@ class Handle:
         self.original = original
         self.options = options
         self.modules = modules
-        self.log: deque[Run] = deque(maxlen=64)  # the last executions
-        self._compiled = torch.compile(_own_code(original), backend=self._backend, dynamic=True)
+        self.log: list[Run] = []  # of the last call
+        self._compiled = torch.compile(
+            _own_code(original), backend=self._backend, dynamic=True, fullgraph=options.strict
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _DISABLED.get() or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
+        self.log.clear()
         try:
             with _capture_settings(), _without_cache(self.modules):
-                return self._compiled(*args, **kwargs)
+                result = self._compiled(*args, **kwargs)
         except BackendCompilerFailed as error:
             inner = error.inner_exception
             raise inner if isinstance(inner, SeqsplitError) else error from None
+        except (Unsupported, UserError) as error:  # only where strict=True asks for a single graph
+            raise CaptureError(
+                format_message(
+                    "strict=True, and the target is not one graph",
+                    at=_user_line(error),
+                    why=str(error).splitlines()[0],
+                    fix="change that line, or compile with strict=False",
+                )
+            ) from None
+        if self.log and all(run.no_sequence for run in self.log):
+            raise SequenceNotFoundError(
+                format_message(
+                    "no input has a dim that could be the sequence",
+                    why="nothing attends along one, and no dim 1 varies from call to call",
+                    fix="compile the model or loss that takes the tokens, or give seq_dim=",
+                )
+            )
+        return result
 
     def _backend(self, captured: torch.fx.GraphModule, examples: list[Any]) -> Callable:
-        executor = Executor(run_segment, _defer)
         try:
-            plan = build_plan(captured, examples, self.options, executor)
+            plan = build_plan(captured, examples, self.options, Executor(run_segment, _defer))
+        except NothingToSplit as error:
+            return self._whole(captured, Run(str(error), no_sequence=error.no_sequence))
         except CaptureError as error:
             if self.options.strict:
                 raise
-            plan, reason = None, str(error)
-        else:
-            reason = "no dim of its inputs is a sequence of more than one position"
-        if plan is None:
-
-            def run_whole(*inputs: Any) -> Any:
-                self.log.append(Run(reason))
-                return captured(*inputs)
-
-            return run_whole
+            return self._whole(captured, Run(str(error)))
+        except SeqsplitError:
+            raise
+        except Exception as error:  # a fault of ours: the user's step still has to be right
+            if self.options.strict:
+                raise
+            reason = f"seqsplit failed on it ({type(error).__name__}: {error})"
+            warnings.warn(
+                format_message(
+                    "a captured graph runs whole: no memory is saved in it",
+                    why=reason,
+                    fix="please report it; strict=True gives the full traceback",
+                ),
+                UnfinishedPlanWarning,
+                stacklevel=2,
+            )
+            return self._whole(captured, Run(reason))
 
         def run(*inputs: Any) -> Any:
             if not plan.holds_for(inputs):
@@ -191,6 +228,13 @@ class Handle:
             return plan.module(*inputs)
 
         return run
+
+    def _whole(self, captured: torch.fx.GraphModule, entry: Run) -> Callable:
+        def run_whole(*inputs: Any) -> Any:
+            self.log.append(entry)
+            return captured(*inputs)
+
+        return run_whole
 
 
 def _defer(
@@ -203,6 +247,14 @@ def _defer(
 ) -> DeferredTensor:
     like = torch.empty(shape, dtype=dtype, device="meta")
     return DeferredTensor(like, lambda: run_segment(segment, length, sizes, operands)[0], operands)
+
+
+def _user_line(error: Unsupported | UserError) -> str | None:
+    """The line of the user's code at which Dynamo gave up."""
+    stack = getattr(error, "real_stack", None)
+    if not stack:
+        return None
+    return f"{stack[-1].filename}:{stack[-1].lineno}  {stack[-1].line}"
 
 
 def _own_code(original: Callable) -> Callable:
@@ -221,6 +273,7 @@ def _capture_settings() -> Iterator[None]:
     settings: dict[str, Any] = {
         "specialize_float": True,  # Python numbers of the model are constants of its graph
         "specialize_int": True,
+        "skip_nnmodule_hook_guards": False,  # a hook that is added later is not to be missed
     }
     for name in ("ignore_logging_functions", "ignore_logger_methods"):
         if hasattr(torch._dynamo.config, name):

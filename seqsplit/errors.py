@@ -15,6 +15,7 @@ __all__ = [
     "SeqsplitError",
     "SequenceNotFoundError",
     "StaleLogitsError",
+    "UnfinishedPlanWarning",
     "format_message",
 ]
 
@@ -35,6 +36,10 @@ class SeqsplitError(Exception):
 
 class InvalidOptionError(SeqsplitError, ValueError):
     """An option of :func:`seqsplit.compile` has a value that cannot mean anything."""
+
+
+class UnfinishedPlanWarning(UserWarning):
+    """Seqsplit itself failed on a captured graph, which then runs as it is."""
 
 
 class CaptureError(SeqsplitError):

@@ -104,7 +104,6 @@ def explain(target: Callable, *args: Any, **kwargs: Any) -> Report:
         The :class:`Report`.
     """
     handle = api.handle_of(target) or api.handle_for(target)
-    handle.log.clear()
     with torch.enable_grad():
         handle(*args, **kwargs)
     return _report(handle)

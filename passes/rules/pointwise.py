@@ -54,8 +54,9 @@ _UNTAGGED = {
     aten.where.ScalarSelf,
 }
 
-# Linear in the operands together (a sum of shares goes through).
-_ADDITIVE = {aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.clone.default}
+# Linear in their operands together (a sum of shares goes through), with how many they take: a
+# number in the place of one would be added once per chunk.
+_ADDITIVE = {aten.add.Tensor: 2, aten.sub.Tensor: 2, aten.neg.default: 1, aten.clone.default: 1}
 _CASTS = {aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.alias.default}
 # Linear in the first operand, the others being the same for every chunk.
 _SCALING = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
@@ -81,7 +82,8 @@ def pointwise(out: Any, operands: list[Operand], target: Any) -> Iterator[tuple[
         out = out[0]
     for dim in range(out.ndim):
         yield Chunk(dim), *(broadcast(operand, out, dim) for operand in operands)
-    additive = target in _ADDITIVE and all(operand.shape == out.shape for operand in operands)
+    additive = _ADDITIVE.get(target) == len(operands)
+    additive = additive and all(operand.shape == out.shape for operand in operands)
     if additive or (target in _CASTS and _widens(operands[0].dtype, out.dtype)):
         yield Sum, *(Sum for _ in operands)
     if target in _SCALING and operands:
