@@ -9,7 +9,6 @@ user's line.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from ..assumptions import Assumption, SameSize
 from ..errors import CaptureError
+from .functionalize import functionalize
 
 __all__ = ["Lowered", "Region", "lower"]
 
@@ -61,12 +61,14 @@ class Lowered:
         module: the graph; every node has ``meta["val"]`` and ``meta["region"]``, an input also
             ``meta["requires_grad"]``.
         shape_env: Dynamo's record of the symbols and of the guards on them.
+        writes: numbers of inputs that are written to; their new values are the last outputs.
         assumed: symbols taken to be the same as others (see :func:`_align_inputs`).
         assumptions: what is assumed of the inputs of a call.
     """
 
     module: fx.GraphModule
     shape_env: Any
+    writes: list[int] = field(default_factory=list)
     assumed: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
     assumptions: list[Assumption] = field(default_factory=list)
 
@@ -158,12 +160,13 @@ def lower(captured: fx.GraphModule, example_inputs: Sequence[Any]) -> Lowered:
     for node, example in zip([n for n in graph.nodes if n.op == "placeholder"], example_inputs):
         node.meta["requires_grad"] = isinstance(example, torch.Tensor) and example.requires_grad
     _absorb_contexts(graph)
-    _functionalize(graph)
+    with fake_mode:
+        writes = functionalize(graph)
     _forget_assertions(graph)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     graph.lint()
     module.recompile()
-    lowered = Lowered(module, fake_mode.shape_env)
+    lowered = Lowered(module, fake_mode.shape_env, writes)
     _align_inputs(lowered)
     return lowered
 
@@ -267,114 +270,6 @@ def _absorb_contexts(graph: fx.Graph) -> None:
             "_exit_autocast",
         ):
             graph.erase_node(node)
-
-
-_TO_THE_END = 2**63 - 1
-
-# A view op, and the op that puts a changed view back into what it was taken of.
-_SCATTERS = {
-    aten.select.int: aten.select_scatter.default,
-    aten.slice.Tensor: aten.slice_scatter.default,
-}
-
-
-def _functionalize(graph: fx.Graph) -> None:
-    """Replace in-place ops by out-of-place twins.
-
-    A write through a slice becomes a new value of what was sliced. Where yet another name would
-    see the change, the graph is refused (:class:`CaptureError`) and runs as it is.
-    """
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        if not node.target._schema.is_mutable:
-            continue
-        written = node.args[0] if node.args else None
-        twin = _functional_twin(node.target)
-        chain = _views_up_to_base(written) if isinstance(written, fx.Node) else None
-        if twin is None or chain is None or _seen_elsewhere(chain, node):
-            raise CaptureError(
-                f"{node.target} changes a value that has other names; it cannot be reordered"
-            )
-        with graph.inserting_before(node):
-            new = value = _out_of_place(graph, node, twin)
-            for view in chain[:-1]:
-                value = _put_back(graph, node, view, value)
-        base = chain[-1]
-        for user in [user for user in base.users if _after(node, user)]:
-            user.replace_input_with(base, value)
-        for user in [user for user in written.users if _after(node, user)]:
-            user.replace_input_with(written, new)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
-
-
-def _views_up_to_base(written: fx.Node) -> list[fx.Node] | None:
-    """The written value, what it is a slice of, and so on up to a value of its own."""
-    chain = [written]
-    while chain[-1].target in _SCATTERS:
-        chain.append(chain[-1].args[0])
-    base = chain[-1]
-    return None if base.op == "placeholder" or _may_alias(base) else chain
-
-
-def _seen_elsewhere(chain: list[fx.Node], writer: fx.Node) -> bool:
-    """Whether a name other than the written one and its base's shows the change later."""
-    for place, value in enumerate(chain):
-        between = 0 < place < len(chain) - 1
-        for user in value.users:
-            if user is writer or (user in chain and not between):
-                continue
-            if between and user not in chain and _after(writer, user):
-                return True
-            if _may_alias(user) and user not in chain:
-                if any(_after(writer, use) for use in user.users) and not _after(writer, user):
-                    return True
-    return False
-
-
-def _out_of_place(graph: fx.Graph, node: fx.Node, twin: torch._ops.OpOverload) -> fx.Node:
-    written = node.args[0].meta["val"]
-    if node.target is aten.copy_.default:
-        dtype = written.dtype
-        new = graph.call_function(aten.to.dtype, (node.args[1], dtype))
-        new.meta = {**node.meta, "val": node.args[1].meta["val"].to(dtype)}
-        new = graph.call_function(aten.expand_as.default, (new, node.args[0]))
-    else:
-        new = graph.call_function(twin, node.args, dict(node.kwargs))
-    new.meta = {**node.meta, "val": written}
-    return new
-
-
-def _put_back(graph: fx.Graph, node: fx.Node, view: fx.Node, value: fx.Node) -> fx.Node:
-    source, *rest = view.args
-    if view.target is aten.slice.Tensor and tuple(rest[1:]) in ((0, _TO_THE_END), (None, None)):
-        return value  # all of it
-    new = graph.call_function(_SCATTERS[view.target], (source, value, *rest), dict(view.kwargs))
-    new.meta = {**node.meta, "val": source.meta["val"]}
-    return new
-
-
-def _after(first: fx.Node, second: fx.Node) -> bool:
-    return second is not first and first < second
-
-
-def _functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    name = op._schema.name.split("::")[1]
-    if not name.endswith("_") or op.namespace != "aten":
-        return None
-    packet = getattr(torch.ops.aten, name[:-1], None)
-    if packet is None or op._overloadname not in packet.overloads():
-        return None
-    return getattr(packet, op._overloadname)
-
-
-def _may_alias(node: fx.Node) -> bool:
-    if node.target is operator.getitem:
-        return True
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return node.op != "call_function"
-    return node.target.is_view or torch.Tag.maybe_aliasing_or_mutating in node.target.tags
 
 
 def _forget_assertions(graph: fx.Graph) -> None:

@@ -126,6 +126,7 @@ def build_plan(
         planner.entries,
         _length_at(facts),
         lowered.assumptions,
+        lowered.writes,
         clock.seconds,
     )
     check_plan(facts, cuts, placed, plan)

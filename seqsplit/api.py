@@ -225,7 +225,7 @@ class Handle:
                 self.log.append(Run("inputs of other relative sizes than the captured ones"))
                 return captured(*inputs)
             self.log.append(Run(plan, plan.length_of(inputs)))
-            return plan.module(*inputs)
+            return plan.run(inputs)
 
         return run
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -152,6 +153,8 @@ class Plan:
         whole: scopes that run whole, with the reason.
         length_at: an input, its dim along the sequence, and by how much that is longer.
         assumptions: what has to be true of a call's inputs for the plan to hold.
+        writes: numbers of inputs that are written to; their new values are the last outputs of
+            ``module``.
         pass_seconds: time spent in each pass.
     """
 
@@ -160,7 +163,19 @@ class Plan:
     whole: list[tuple[str, str]] = field(default_factory=list)
     length_at: tuple[int, int, int] = (0, 0, 0)
     assumptions: list[Assumption] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
     pass_seconds: dict[str, float] = field(default_factory=dict)
+
+    def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """What Dynamo's graph would give for these inputs, its writes into them included."""
+        results = self.module(*inputs)
+        if not self.writes:
+            return results
+        kept = len(results) - len(self.writes)
+        with torch.no_grad():
+            for index, value in zip(self.writes, results[kept:]):
+                inputs[index].copy_(value)
+        return results[:kept]
 
     @property
     def bodies(self) -> Sequence[Body]:
