@@ -285,6 +285,10 @@ def _in_double(module: fx.GraphModule) -> fx.GraphModule:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
+        if getattr(node.target, "__name__", "") == "_enter_autocast":
+            device, dtype, _, cache = node.args
+            node.args = (device, dtype, False, cache)
+            continue
         target = getattr(node.target, "replays", None)
         if target is not None:
             _, _, *args = node.args

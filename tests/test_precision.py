@@ -16,6 +16,9 @@ from compare import Pair, differences, gradient_differences
 from zoo import HANDWRITTEN, batches, float64, hf, probe
 
 LENGTH = 256
+# 64 chunks of 16: torch's CPU kernels round rsqrt in bfloat16 twice for the up to 31 elements that
+# fill no vector (seen in torch 2.13), so chunks of fewer numbers per row would measure that.
+MANY, LONG = 64, 1024
 MARGIN = 1.1
 
 
@@ -53,13 +56,13 @@ def compiled_gradients(entry, model, chunk_size, *args, strict=True):
 )
 def test_bfloat16_error_does_not_grow_with_the_number_of_chunks(name, parts):
     entry = HANDWRITTEN[name]
-    model = entry.build(max_positions=LENGTH).to(torch.bfloat16)
-    ids, labels = batches.with_labels(2, LENGTH)
+    model = entry.build(max_positions=LONG).to(torch.bfloat16)
+    ids, labels = batches.with_labels(2, LONG)
     wide = copy.deepcopy(model).float()
     truth = gradients(wide, lambda *a: entry.step(wide, *a), ids, labels)
     eager = gradients(model, lambda *a: entry.step(model, *a), ids, labels)
-    one = compiled_gradients(entry, model, LENGTH, ids, labels)
-    many = compiled_gradients(entry, model, LENGTH // 64, ids, labels)
+    one = compiled_gradients(entry, model, LONG, ids, labels)
+    many = compiled_gradients(entry, model, LONG // MANY, ids, labels)
     for part in parts:
         errors = {
             which: error(found, truth, part)
@@ -105,18 +108,24 @@ def test_float64_models_are_never_narrowed(accumulate_dtype):
 @pytest.mark.stock
 @pytest.mark.parametrize("family, attention", hf.COMBINATIONS)
 def test_stock_hf_models_in_float32(family, attention):
-    """Untouched library code, with its own loss and its float32 islands."""
+    """Untouched library code, with its own loss and its float32 islands.
+
+    Over several batches: the rounding of a single one is a matter of luck.
+    """
     model = hf.build(family, attention, honest=False)
-    ids, keep, labels = batches.padded("right", length=31)
-    batch = {"input_ids": ids, "attention_mask": keep, "labels": labels}
     wide = hf.build(family, attention).double()
     wide.load_state_dict(model.state_dict())
-    with float64.honest():
-        truth = gradients(wide, lambda: wide(**batch).loss)
-    eager = gradients(model, lambda: model(**batch).loss)
-    seqsplit.compile(model, chunk_size=8)
-    mine = gradients(model, lambda: model(**batch).loss)
-    assert error(mine, truth) <= MARGIN * max(error(eager, truth), torch.finfo(torch.float32).eps)
+    mine = copy.deepcopy(model)
+    seqsplit.compile(mine, chunk_size=8)
+    errors = {model: 0.0, mine: 0.0}
+    for seed in range(6):
+        ids, keep, labels = batches.padded("right", length=31, seed=seed)
+        batch = {"input_ids": ids, "attention_mask": keep, "labels": labels}
+        with float64.honest():
+            truth = gradients(wide, lambda: wide(**batch).loss)
+        for which in errors:
+            errors[which] += error(gradients(which, lambda: which(**batch).loss), truth) ** 2
+    assert errors[mine] ** 0.5 <= MARGIN * errors[model] ** 0.5
 
 
 class Rounded(nn.Module):
