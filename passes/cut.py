@@ -87,6 +87,8 @@ def choose_cuts(
 
     wanted: dict[fx.Node, int] = {}  # value -> the place before which it has to exist
     for node, user in forced.items():
+        if node in whole or node in tail:
+            continue
         wanted[node] = min(position[user], wanted.get(node, len(order)))
     for node in whole:
         for operand in operands_of(node):
