@@ -1,6 +1,5 @@
 # make demo   train two small decoders on real text in three ways, compare memory and time
 # make test   run the tests
-# make test-all  run every test, with the cases that are still open
 # make bench  measure memory growth, FLOPs, compile time and step time on this machine's CPU
 # make gpu    measure on a GPU, with the Python that has torch; installs nothing
 # make lint   check style and formatting
@@ -14,16 +13,14 @@ GPU_PYTHON ?= python3
 # Test processes; each computes with one thread.
 WORKERS ?= 2
 PYTEST_ARGS ?=
-# What `make test` runs; `make test-all` runs every file and takes longer.
-TESTS ?= $(addprefix tests/test_,layers.py bands.py rules.py faults.py compare.py \
-	memory_tracker.py flops.py sums.py dropout.py autograd.py)
+TESTS ?= tests
 BENCHMARKS ?= memory_growth flop_count compile_time step_time
 
 VENV := .venv
 VENV_PYTHON := $(CURDIR)/$(VENV)/bin/python
 SITE := .cache/site
 
-.PHONY: help demo test test-all bench gpu lint clean
+.PHONY: help demo test bench gpu lint clean
 .DELETE_ON_ERROR:
 .PRECIOUS: $(VENV)/.installed-%
 
@@ -35,10 +32,6 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n $(WORKERS) $(TESTS) $(PYTEST_ARGS)
-
-# Every test file, the hour-long ones and those with known open cases included.
-test-all: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n $(WORKERS) tests $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed-test
 	status=0; \

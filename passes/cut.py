@@ -22,10 +22,10 @@ import sympy
 import torch
 from torch import fx
 
-from ..placement import Chunk, Placement, Sum
+from ..placement import Chunk, Placement, Span, Sum
 from .attend import Reads
 from .facts import Facts
-from .rules.registry import operands_of, rows_of, sum_rows
+from .rules.registry import operands_of, quotient, rows_of, sum_rows
 
 __all__ = ["Cuts", "Group", "choose_cuts"]
 
@@ -280,27 +280,31 @@ def merged_factors(facts: Facts, node: fx.Node, dim: int) -> tuple[sympy.Expr, s
 
     Returns ``None`` for a dim that is the sequence alone, or whose merge is out of sight.
     """
+    steps: list[tuple[Span, Span]] = []  # how the dim lies in the output and in the operand
     while not (facts.shape(node)[dim] - facts.sequence).is_Integer:
-        operands = operands_of(node)
-        rows = [row for row in rows_of(node, facts.shape) if row.out.dims.get(dim) is not None]
-        for row in rows:
-            source = next((i for i in zip(operands, row.operands) if i[1].spans), None)
-            if source is None:
-                continue
-            merged_dim = facts.shape(source[0])[source[1].spans[0][0]]
-            span = row.out.dims[dim]
-            if row.exact_factors and span.merged and (merged_dim - facts.sequence).is_Integer:
-                return span.outer, span.inner
         onward = [
-            (operand, own.spans[0][0])
-            for row in rows
-            for operand, own in zip(operands, row.operands)
-            if own.spans and not row.exact_factors
+            (operand, placement.spans[0], row.out.dims[dim])
+            for row in rows_of(node, facts.shape)
+            if dim in row.out.dims
+            for operand, placement in zip(operands_of(node), row.operands)
+            if placement.spans
+        ]
+        onward = [
+            step
+            for step in onward
+            if facts.sequence in facts.shape(step[0])[step[1][0]].free_symbols
         ]
         if not onward:
             return None
-        node, dim = onward[0]
-    return None
+        node, (dim, own), given = onward[0]
+        steps.append((given, own))
+    outer = inner = sympy.S.One
+    for given, own in reversed(steps):
+        outer, inner = quotient(outer, own.outer), quotient(inner, own.inner)
+        if outer is None or inner is None:
+            return None
+        outer, inner = given.outer * outer, given.inner * inner
+    return None if outer == inner == 1 else (outer, inner)
 
 
 def _fits(

@@ -226,7 +226,7 @@ class _Pushing:
                 return Input()
             # The sequence inside a merged dim: better to take the part before the merge.
             if node.target not in _MERGES or node in self._available:
-                if any(span.outer != 1 and span.inner != 1 for _, span in placement.spans):
+                if not all(span.separable for _, span in placement.spans):
                     raise Unsplittable(node, "the sequence lies inside a dim merged of three")
                 return Input()
         in_stream = node in facts.stream

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -166,6 +167,9 @@ def lower(captured: fx.GraphModule, example_inputs: Sequence[Any]) -> Lowered:
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     graph.lint()
     module.recompile()
+    for node in graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(module, node.target, None), FakeTensor):
+            raise CaptureError(f"{node.target} was computed out of sight of the trace")
     lowered = Lowered(module, fake_mode.shape_env, writes)
     _align_inputs(lowered)
     return lowered
@@ -215,6 +219,12 @@ class _KeepBackwards(fx.Interpreter):
         if target is _CUSTOM_FUNCTION:
             # Traced through, it would become its forward alone and lose its own backward.
             return _trace_as_one_node(_custom_function(args[0], args[1], kwargs), args[2:])
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            moving = [isinstance(leaf, (torch.Tensor, torch.SymInt)) for leaf in leaves]
+            operands = [leaf for leaf, moves in zip(leaves, moving) if moves]
+            fixed = [leaf for leaf, moves in zip(leaves, moving) if not moves]
+            return _trace_as_one_node(_higher_order(target, moving, fixed, structure), operands)
         return super().call_function(target, args, kwargs)
 
 
@@ -228,6 +238,23 @@ def _custom_function(forward: fx.GraphModule, backward: fx.GraphModule, options:
         _structure(forward), _structure(backward), repr(sorted(options.items()))
     )  # fmt: skip
     return custom_function
+
+
+def _higher_order(
+    target: torch._ops.HigherOrderOperator, moving: list[bool], fixed: list, structure: Any
+) -> Callable:
+    """An op that takes functions (a scan, a loop), as a function of its tensors and sizes."""
+
+    def higher_order(*operands: Any) -> Any:
+        given, constant = iter(operands), iter(fixed)
+        leaves = [next(given) if moves else next(constant) for moves in moving]
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        return target(*args, **kwargs)
+
+    higher_order.__module__ = __name__
+    codes = [_structure(f) if isinstance(f, fx.GraphModule) else repr(f) for f in fixed]
+    higher_order.fingerprint = (str(target), repr(moving), repr(codes), repr(structure))
+    return higher_order
 
 
 def _structure(module: fx.GraphModule) -> str:

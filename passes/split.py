@@ -208,7 +208,7 @@ class _Writer:
         span = placement.dims[placement.rows_dim]
         size = self.shape(node)[placement.rows_dim]
         surplus = sympy.cancel(size / (span.outer * span.inner)) - self._facts.sequence
-        if not surplus.is_Integer or surplus > 0 or (span.outer != 1 and span.inner != 1):
+        if not surplus.is_Integer or surplus > 0 or not span.separable:
             raise Unsplittable(node, f"a value of length {size} leaves the segment")
         return BodyOutput(placement, int(surplus), needs_grad)
 

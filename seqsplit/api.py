@@ -184,6 +184,16 @@ class Handle:
                     fix="change that line, or compile with strict=False",
                 )
             ) from None
+        if not self.log:
+            warnings.warn(
+                format_message(
+                    "this call ran in eager: no memory was saved",
+                    why=f"the target was captured {_MAX_CAPTURES} times, or holds no tensor code",
+                    fix="pass numbers that change from call to call as tensors",
+                ),
+                UnfinishedPlanWarning,
+                stacklevel=3,
+            )
         if self.log and all(run.no_sequence for run in self.log):
             raise SequenceNotFoundError(
                 format_message(
@@ -268,9 +278,18 @@ def _own_code(original: Callable) -> Callable:
     return FunctionType(code, call.__globals__, "seqsplit_call", None, call.__closure__)
 
 
+# Captures of one target (train and eval mode, with and without a mask, other numbers) before
+# Dynamo gives up and leaves it in eager.
+_MAX_CAPTURES = 64
+_RECOMPILE_LIMIT = (
+    "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+)
+
+
 @contextlib.contextmanager
 def _capture_settings() -> Iterator[None]:
     settings: dict[str, Any] = {
+        _RECOMPILE_LIMIT: _MAX_CAPTURES,
         "specialize_float": True,  # Python numbers of the model are constants of its graph
         "specialize_int": True,
         "skip_nnmodule_hook_guards": False,  # a hook that is added later is not to be missed

@@ -52,6 +52,11 @@ class Span:
     def merged(self) -> bool:
         return self.outer != 1 or self.inner != 1
 
+    @property
+    def separable(self) -> bool:
+        """Whether the factors can be told from the dim's size and the sequence's length."""
+        return self.outer == 1 or self.inner.is_Integer
+
     def factored(self, outer: sympy.Expr, inner: sympy.Expr) -> Span:
         """The same range on a dim with these factors around the sequence."""
         return Span(self.kind, self.window, outer, inner)

@@ -352,7 +352,7 @@ def take_part(
     part = part_view(value, placement, start, end, length)
     for dim, span in placement.spans:
         if span.merged:
-            part = part.flatten(dim, dim + 1)
+            part = part.flatten(dim, dim + len(_factors(span, -1)) - 1)
     return part
 
 
@@ -362,11 +362,18 @@ def part_view(
     """The same, with merged dims (one more dim each) left apart."""
     for dim, span in reversed(placement.spans):
         if span.merged:
-            value = value.unflatten(dim, (length, -1) if span.outer == 1 else (-1, length))
+            value = value.unflatten(dim, _factors(span, length))
             dim += int(span.outer != 1)
         first, last = min(_first(span, start), value.shape[dim]), min(end, value.shape[dim])
         value = value.narrow(dim, first, last - first)
     return value
+
+
+def _factors(span: Span, length: int) -> tuple[int, ...]:
+    """The sizes that a merged dim is made of, one of them left open."""
+    if span.outer == 1:
+        return (length, -1)
+    return (-1, length) if span.inner == 1 else (-1, length, int(span.inner))
 
 
 def _first(span: Span, start: int) -> int:

@@ -44,6 +44,7 @@ __all__ = [
     "Unsplittable",
     "operands_of",
     "pull",
+    "quotient",
     "rewrite_arguments",
     "rows_of",
     "rule",
@@ -239,11 +240,11 @@ def pull(
     operands = operands_of(node)
     result = [Whole] * len(operands)
     for dim, span in placement.spans:
-        row = next((row for row in rows if _gives(row, dim, span)), None)
-        if row is None:
+        wanted = next(filter(None, (_asks(row, dim, span) for row in rows)), None)
+        if wanted is None:
             raise Unsplittable(node, _missing(node, rows, dim, span))
-        for index, operand in enumerate(row.operands):
-            result[index] = result[index] | _with_range(operand, span, row.exact_factors)
+        for index, operand in enumerate(wanted):
+            result[index] = result[index] | operand
     return tuple(result)
 
 
@@ -253,22 +254,35 @@ def _missing(node: fx.Node, rows: tuple[Row, ...], dim: int, span: Span) -> str:
     return f"{node.target} mixes positions along dim {dim} ({span})"
 
 
-def _gives(row: Row, dim: int, span: Span) -> bool:
-    if row.out.partial or len(row.out.spans) != 1:
-        return False
-    row_dim, row_span = row.out.spans[0]
-    if row_dim != dim:
-        return False
-    return not row.exact_factors or (row_span.outer == span.outer and row_span.inner == span.inner)
+def _asks(row: Row, dim: int, span: Span) -> tuple[Placement, ...] | None:
+    """What a row asks of the operands for this range of the output, if it gives it.
+
+    A row speaks of one dim of the size ``s``, which may lie inside factors in the output and in
+    the operands. The sequence may in turn lie inside factors in ``s``: these carry over.
+    """
+    if row.out.partial or len(row.out.spans) != 1 or row.out.spans[0][0] != dim:
+        return None
+    own = row.out.spans[0][1]
+    outer, inner = quotient(span.outer, own.outer), quotient(span.inner, own.inner)
+    if outer is None or inner is None:
+        return None
+    return tuple(
+        Placement(
+            tuple(
+                (d, Span(span.kind, span.window, s.outer * outer, s.inner * inner))
+                for d, s in operand.spans
+            )
+        )
+        for operand in row.operands
+    )
 
 
-def _with_range(operand: Placement, span: Span, exact_factors: bool) -> Placement:
-    """A row's operand placement, holding the range that was asked for instead of plain rows."""
-    spans = []
-    for dim, own in operand.spans:
-        factors = (own.outer, own.inner) if exact_factors else (span.outer, span.inner)
-        spans.append((dim, Span(span.kind, span.window, *factors)))
-    return Placement(tuple(spans))
+def quotient(whole: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
+    """``whole / part`` where that is a product of sizes again."""
+    ratio = sympy.cancel(whole / part)
+    if ratio.is_integer is False or sympy.fraction(ratio)[1] != 1:
+        return None
+    return ratio
 
 
 def sum_rows(

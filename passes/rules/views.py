@@ -19,7 +19,7 @@ import sympy
 import torch
 
 from ...placement import Chunk, Placement, Whole
-from .registry import Operand, rule
+from .registry import Operand, quotient, rule
 
 aten = torch.ops.aten
 
@@ -28,14 +28,6 @@ Rows = Iterator[tuple[Placement, ...]]
 
 def _product(sizes: tuple[sympy.Expr, ...]) -> sympy.Expr:
     return sympy.Mul(*sizes) if sizes else sympy.S.One
-
-
-def _quotient(whole: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
-    """``whole / part`` where that is a product of sizes again."""
-    ratio = sympy.cancel(whole / part)
-    if ratio.is_integer is False or sympy.fraction(ratio)[1] != 1:
-        return None
-    return ratio
 
 
 def reshape_rows(source: Operand, out: Operand) -> Rows:
@@ -49,11 +41,11 @@ def reshape_rows(source: Operand, out: Operand) -> Rows:
             if in_size == out_size and in_size != 1 and before == same_before:
                 yield Chunk(out_dim), Chunk(in_dim)
             # the output merges what the source has as a dim of its own
-            outer, inner = _quotient(same_before, before), _quotient(same_after, after)
+            outer, inner = quotient(same_before, before), quotient(same_after, after)
             if _splits(out_size, outer, inner, in_size):
                 yield Chunk(out_dim, outer, inner), Chunk(in_dim)
             # and the other way round
-            outer, inner = _quotient(before, same_before), _quotient(after, same_after)
+            outer, inner = quotient(before, same_before), quotient(after, same_after)
             if _splits(in_size, outer, inner, out_size):
                 yield Chunk(out_dim), Chunk(in_dim, outer, inner)
 

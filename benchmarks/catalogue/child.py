@@ -1,0 +1,175 @@
+"""One class: build it tiny, run it in eager and under seqsplit, print one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+import traceback
+import types
+import warnings
+from typing import Any
+
+import torch
+
+LENGTH, BATCH = 17, 2
+CHUNKS = (4, 7)
+
+
+def main(model_type: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    began = time.perf_counter()
+    found: dict[str, Any] = {"type": model_type}
+    try:
+        found |= examine(model_type)
+    except Exception as error:  # whatever it is, it is what is to be reported
+        found |= {"status": "error", "why": first_line(error), "trace": traceback.format_exc()}
+    found["seconds"] = round(time.perf_counter() - began, 1)
+    print("RESULT " + json.dumps(found))
+
+
+def examine(model_type: str) -> dict[str, Any]:
+    import seqsplit
+
+    model, batch, why = eager_model(model_type)
+    if model is None:
+        return {"status": "not run", "why": why}
+    result: dict[str, Any] = {"class": type(model).__name__, "errors": [], "status": "exact"}
+    for chunk in CHUNKS:
+        torch._dynamo.reset()
+        seqsplit.compile(model, chunk_size=chunk)
+        checked = seqsplit.verify(model, **batch)
+        result["errors"].append(checked.max_rel_error)
+        if not checked.ok:
+            worst = max(checked.errors, key=checked.errors.get)
+            result |= {"status": "mismatch", "why": f"{worst}: {checked.max_rel_error:.1e}"}
+    report = seqsplit.explain(model, **batch)
+    layers = layer_scopes(name for name, _ in model.named_modules())
+    left = [[scope, reason] for scope, reason in report.whole]
+    touched = layer_scopes(scope for scope, _ in left)
+    everything = not report.segments
+    return result | {
+        "layers": len(layers),
+        "layers_whole": len(layers) if everything else len(touched & layers or touched),
+        "segments": len(report.segments),
+        "bodies": report.distinct_bodies,
+        "graphs": report.num_graphs,
+        "head_streamed": any(segment.is_head for segment in report.segments),
+        "streamed": report.fully_streamed,
+        "whole": left,
+        "pass_seconds": report.pass_seconds,
+    }
+
+
+def layer_scopes(scopes: Any) -> set[str]:
+    """The numbered modules (decoder layers) that scopes lie in."""
+    found = set()
+    for scope in scopes:
+        match = re.search(r"(?:^|\.)([a-z_]+\.\d+)(?:\.|\s|$)", scope.split("  ")[0])
+        if match:
+            found.add(match.group(1))
+    return found
+
+
+def eager_model(model_type: str) -> tuple[Any, dict[str, Any], str]:
+    """A tiny model that runs in eager, its batch, and else why there is none."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from .configs import tiny_configs
+
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    name = names if isinstance(names, str) else names[0]
+    kind = getattr(transformers, name)
+    config_kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
+    reasons = []
+    default = config_kind()
+    for field in ("is_decoder",):
+        if hasattr(default, field):
+            setattr(default, field, True)
+    if kind.config_class is not None and not isinstance(default, kind.config_class):
+        default = kind.config_class()
+    for config in _each(tiny_configs(default), reasons):
+        try:
+            honest_float64()
+            config._experts_implementation = "batched_mm"
+            torch.manual_seed(0)
+            model = kind._from_config(config) if hasattr(kind, "_from_config") else kind(config)
+            if sum(p.numel() for p in model.parameters()) > 30_000_000:
+                raise ValueError("the configuration is not tiny")
+            randomise(model)
+            model = model.double().train()
+            honest_float64()
+            batch = make_batch(config)
+            loss = model(**batch).loss
+            if loss is None or not loss.requires_grad:
+                raise ValueError("it gives no loss")
+            loss.backward()
+            if not torch.isfinite(loss):
+                raise ValueError("its loss is not finite")
+            model.zero_grad()
+            again = model(**batch).loss
+            if not torch.equal(again, loss):
+                raise ValueError("two calls give two losses")
+            return model, batch, ""
+        except Exception as error:
+            reasons.append(first_line(error))
+    return None, {}, " / ".join(dict.fromkeys(reasons))[:400]
+
+
+def _each(configs: Any, reasons: list[str]) -> Any:
+    while True:
+        try:
+            yield next(configs)
+        except StopIteration:
+            return
+        except Exception as error:
+            reasons.append(first_line(error))
+            return
+
+
+def randomise(model: Any) -> None:
+    """Weights of ordinary sizes, so that no term of a gradient vanishes."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(0.15 * noise)
+            else:
+                parameter.add_(0.1 * noise.to(parameter))
+
+
+def make_batch(config: Any) -> dict[str, Any]:
+    vocab = getattr(config, "vocab_size", None) or config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, vocab, (BATCH, LENGTH), generator=generator)
+    labels = ids.clone()
+    labels[:, 3::5] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def honest_float64() -> None:
+    """Make the library's code compute in float64 where it writes float32.
+
+    A rounding to float32 in the middle of a float64 model depends on the order of sums, and
+    nothing could be compared to 1e-9.
+    """
+    wide = types.ModuleType("torch")
+    wide.__dict__.update(vars(torch), float32=torch.float64, float=torch.float64)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.") and getattr(module, "torch", None) is torch:
+            module.torch = wide
+    torch.Tensor.float = torch.Tensor.double
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
