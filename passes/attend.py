@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..assumptions import Assumption
 from ..placement import Kind, Span
 from .bands import Band, Bands, Bias
 from .facts import Facts
@@ -75,12 +76,14 @@ class Reads:
     zero_beyond: for values, dims along which everything outside a range is exactly zero.
     contracted: the range that suffices for each product that contracts such a dim.
     mixers: every node that mixes positions by attention, in graph order.
+    assumptions: what the reads assume of masks that are stored in buffers.
     """
 
     fused: dict[fx.Node, Read] = field(default_factory=dict)
     zero_beyond: dict[fx.Node, dict[int, Span]] = field(default_factory=dict)
     contracted: dict[fx.Node, Span] = field(default_factory=dict)
     mixers: list[fx.Node] = field(default_factory=list)
+    assumptions: list[Assumption] = field(default_factory=list)
 
 
 def attend(facts: Facts, examples: Sequence[Any] = ()) -> Reads:
@@ -107,6 +110,7 @@ def attend(facts: Facts, examples: Sequence[Any] = ()) -> Reads:
                     reads.zero_beyond[node] = {dim: read.span}
         else:
             _carry_zeros(facts, reads, node)
+    reads.assumptions = list(bands.assumptions)
     return reads
 
 

@@ -78,6 +78,7 @@ class Bands:
     def __init__(self, facts: Facts, examples: Sequence[Any] = ()) -> None:
         self._facts = facts
         self._tables = _stored_tables(facts, examples)
+        self.assumptions: list[BandedTable] = []  # that what was found rests on
         self._known: dict[fx.Node, Affine | Band | Bias | None] = {}
 
     def of(self, value: Any) -> Affine | Band | Bias | None:
@@ -122,7 +123,7 @@ class Bands:
         low, high, outside = found
         if outside != 0.0 and outside > _ABSORBING:
             return None
-        self._facts.lowered.assumptions.append(BandedTable(index, value, found))
+        self.assumptions.append(BandedTable(index, value, found))
         band = Band(value.dim() - 2, value.dim() - 1, (low, high), (low, high))
         return band if outside == 0.0 else Bias(band, outside, pure=True)
 

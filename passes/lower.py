@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from ..assumptions import Assumption, SameSize
 from ..errors import CaptureError
 from .functionalize import functionalize
+from .structure import structure_of
 
 __all__ = ["Lowered", "Region", "lower"]
 
@@ -235,7 +236,7 @@ def _custom_function(forward: fx.GraphModule, backward: fx.GraphModule, options:
     custom_function.__module__ = __name__
     # What makes two calls the same piece of code, whatever objects they were traced into.
     custom_function.fingerprint = (
-        _structure(forward), _structure(backward), repr(sorted(options.items()))
+        structure_of(forward), structure_of(backward), repr(sorted(options.items()))
     )  # fmt: skip
     return custom_function
 
@@ -252,19 +253,9 @@ def _higher_order(
         return target(*args, **kwargs)
 
     higher_order.__module__ = __name__
-    codes = [_structure(f) if isinstance(f, fx.GraphModule) else repr(f) for f in fixed]
+    codes = [structure_of(f) if isinstance(f, fx.GraphModule) else repr(f) for f in fixed]
     higher_order.fingerprint = (str(target), repr(moving), repr(codes), repr(structure))
     return higher_order
-
-
-def _structure(module: fx.GraphModule) -> str:
-    """A graph's code without the names of its values, which differ from layer to layer."""
-    numbers = {node: index for index, node in enumerate(module.graph.nodes)}
-    return "\n".join(
-        f"{node.op} {'' if node.op == 'placeholder' else node.target} "
-        f"{fx.node.map_arg((node.args, node.kwargs), lambda n: f'%{numbers[n]}')}"
-        for node in module.graph.nodes
-    )
 
 
 def _trace_as_one_node(function: Callable, operands: Sequence[Any]) -> Any:

@@ -32,6 +32,7 @@ from .demand import AddedLater, Demands, NeededWhole, demand
 from .facts import Facts, find_sequence, propagate
 from .lower import lower
 from .normalize import normalize, normalize_means
+from .regions import Regions
 from .rules.registry import Unsplittable
 from .scope import describe, scope_of
 from .sizes import express_sizes
@@ -103,11 +104,17 @@ def build_plan(
         if normalize_means(facts):
             express_sizes(lowered)
             facts = propagate(lowered, sequence)
-    with clock("attend"):
-        reads = attend(facts, examples)
-    planner = _Planner(facts, reads, options, clock)
-    validator = Validator(facts, examples, executor.run) if options.validate else None
-    placed, cuts = planner.plan(validator)
+    regions = Regions(lowered)
+    while True:
+        with clock("attend"):
+            reads = attend(facts, examples)
+        validator = Validator(facts, examples, executor.run) if options.validate else None
+        planner = _Planner(facts, reads, options, clock, regions)
+        try:
+            placed, cuts = planner.plan(validator)
+            break
+        except Regrouped:
+            facts = propagate(lowered, sequence)
     if options.strict and planner.reasons:
         scope, reason = planner.entries[0]
         raise NotStreamedError(
@@ -125,7 +132,7 @@ def build_plan(
         [item.segment for item in placed if not item.deferred],
         planner.entries,
         _length_at(facts),
-        lowered.assumptions,
+        lowered.assumptions + reads.assumptions,
         lowered.writes,
         clock.seconds,
     )
@@ -143,11 +150,18 @@ def _length_at(facts: Facts) -> tuple[int, int, int]:
     raise AssertionError("the sequence's symbol was taken from an input")
 
 
+class Regrouped(Exception):
+    """Ops were gathered into regions; what is known of the graph has to be found anew."""
+
+
 class _Planner:
     """Cuts and splits until everything either has a body or runs whole."""
 
-    def __init__(self, facts: Facts, reads: Reads, options: Options, clock: _Clock) -> None:
+    def __init__(
+        self, facts: Facts, reads: Reads, options: Options, clock: _Clock, regions: Regions
+    ) -> None:
         self._facts, self._reads, self._options, self._clock = facts, reads, options, clock
+        self._regions = regions
         self._forced: dict[fx.Node, fx.Node] = {}
         self._added_later: set[fx.Node] = set()
         self._bodies: dict[str, Body] = {}
@@ -176,6 +190,9 @@ class _Planner:
     def _run_whole(self, node: fx.Node, reason: str) -> None:
         if node in self.reasons:
             raise RuntimeError(f"{node} runs whole already: {reason}")
+        with self._clock("regions"):
+            if self._regions.gather_around(self._facts, self._reads.mixers, node):
+                raise Regrouped
         self.reasons.update(dict.fromkeys(_with_items([node]), reason))
         self.entries.append((f"{scope_of([node])}  {describe(node)}", reason))
 

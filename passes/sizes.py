@@ -12,7 +12,7 @@ from torch import fx
 
 from .lower import Lowered, Region
 
-__all__ = ["express_sizes", "symbol_source", "write_expression"]
+__all__ = ["SizeWriter", "express_sizes", "symbol_source", "write_expression"]
 
 aten = torch.ops.aten
 
@@ -68,37 +68,54 @@ def symbol_source(lowered: Lowered, symbol: sympy.Symbol) -> tuple[fx.Node, int 
     raise ValueError(f"no input has the size {symbol}")
 
 
+class SizeWriter:
+    """Writes sizes at the beginning of the lowered graph, each once."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        self._lowered = lowered
+        # After what was written last, not "before the body": its first node may be replaced.
+        self._last = lowered.placeholders[-1] if lowered.placeholders else lowered.graph._root
+        self._known: dict[Any, fx.Node] = {}
+
+    def write(self, expr: sympy.Expr) -> Any:
+        """A node (or a number) that holds the size.
+
+        Raises:
+            ValueError: it does not follow from the sizes of the inputs.
+        """
+        return write_expression(expr, self.symbol, self._call)
+
+    def symbol(self, wanted: sympy.Symbol) -> fx.Node:
+        node, dim, surplus = symbol_source(self._lowered, wanted)
+        value = node if dim is None else self._call(aten.sym_size.int, node, dim)
+        return self._call(operator.sub, value, surplus) if surplus else value
+
+    def wrote(self, node: fx.Node) -> bool:
+        return node in self._known.values()
+
+    def _call(self, function: Callable, *args: Any) -> fx.Node:
+        key = (function, *args)
+        if key not in self._known:
+            graph = self._lowered.graph
+            with graph.inserting_after(self._last):
+                self._last = self._known[key] = graph.call_function(function, args)
+            values = fx.node.map_arg(args, lambda n: n.meta["val"])
+            self._last.meta = {"val": function(*values), "region": Region()}
+        return self._known[key]
+
+
 def express_sizes(lowered: Lowered) -> None:
     """Replace every size that is read off a value by one computed from the inputs' sizes.
 
     A size then depends on no tensor but inputs, wherever the tensor it was read off is computed.
     """
-    graph = lowered.graph
-    last = lowered.placeholders[-1] if lowered.placeholders else graph._root
-    known: dict[Any, fx.Node] = {}
-
-    def new(function: Callable, *args: Any) -> fx.Node:
-        nonlocal last  # not "before the body": its first node may be one that is replaced
-        key = (function, *args)
-        if key not in known:
-            with graph.inserting_after(last):
-                last = known[key] = graph.call_function(function, args)
-            values = fx.node.map_arg(args, lambda n: n.meta["val"])
-            known[key].meta = {"val": function(*values), "region": Region()}
-        return known[key]
-
-    def symbol(wanted: sympy.Symbol) -> fx.Node:
-        node, dim, surplus = symbol_source(lowered, wanted)
-        value = node if dim is None else new(aten.sym_size.int, node, dim)
-        return new(operator.sub, value, surplus) if surplus else value
-
+    graph, writer = lowered.graph, SizeWriter(lowered)
     for node in list(graph.nodes):
         held = node.meta.get("val")
-        ours = node in known.values()
-        if ours or node.op != "call_function" or not isinstance(held, torch.SymInt):
+        if node.op != "call_function" or not isinstance(held, torch.SymInt) or writer.wrote(node):
             continue
         try:
-            value = write_expression(lowered.expr(held), symbol, new)
+            value = writer.write(lowered.expr(held))
         except ValueError:
             continue  # a size that depends on the data stays where it is
         if isinstance(value, fx.Node):

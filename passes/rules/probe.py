@@ -1,7 +1,7 @@
 """Probe: find the rows of an op that has no rule by running it.
 
-For every dim of the output that has a symbolic size, the one candidate row splits that dim in
-every operand that has a dim of the same size, and leaves the others whole. It is accepted if, on
+For every dim of the output whose size has a symbol, the candidate row splits that dim, along the
+symbol, in every operand that has a dim along it too, and leaves the others whole. It is accepted if, on
 small random tensors in float64 and for uneven chunks, the chunks' outputs side by side are the
 whole output, and the chunks' gradients (side by side, or added up for operands left whole) are
 the whole gradients. An op that cannot be run like this has no rows.
@@ -66,22 +66,47 @@ def _rows(node: fx.Node, operands: Sequence[fx.Node], shape: Callable) -> list:
     sizes = {s: _SIZES[min(i, len(_SIZES) - 1)] for i, s in enumerate(symbols)}
     found = []
     for dim, size in enumerate(out_shape):
-        if not isinstance(size, sympy.Symbol):
-            continue
-        candidate = [_same_size(dims, size, dim) for dims in shapes]
-        if None in candidate or all(p == Whole for p in candidate):
-            continue
-        if all(_holds(node, operands, shapes, sizes, dim, size, candidate) for _ in range(_DRAWS)):
-            found.append((Chunk(dim), *candidate))
+        for symbol, factors in _ways(size):
+            candidate = [_lined_up(dims, symbol, factors) for dims in shapes]
+            if None in candidate or all(p == Whole for p in candidate):
+                continue
+            row = (Chunk(dim, *factors), *candidate)
+            if all(_holds(node, operands, shapes, sizes, symbol, row) for _ in range(_DRAWS)):
+                found.append(row)
     return found
 
 
-def _same_size(dims: tuple, size: sympy.Symbol, preferred: int) -> Placement | None:
-    """Where an operand has this size: nowhere, once, or (if at the same place) unclear."""
-    places = [dim for dim, own in enumerate(dims) if own == size]
+def _ways(size: sympy.Expr) -> list[tuple[sympy.Symbol, tuple[sympy.Expr, sympy.Expr]]]:
+    """The symbols that a dim may be split along, each with the factors around it."""
+    found = []
+    for symbol in sorted(size.free_symbols, key=str):
+        rest = sympy.cancel(size / symbol)
+        if symbol in rest.free_symbols or sympy.fraction(rest)[1] != 1:
+            continue
+        found += [(symbol, way) for way in dict.fromkeys(((rest, sympy.S.One), (sympy.S.One, rest)))]
+    return found
+
+
+def _lined_up(
+    dims: tuple, symbol: sympy.Symbol, factors: tuple[sympy.Expr, sympy.Expr]
+) -> Placement | None:
+    """Where an operand has the symbol: nowhere, in one dim, or (if in several) unclear.
+
+    What its dim has beyond the output's factors lies inside: several entries per token.
+    """
+    places = [dim for dim, own in enumerate(dims) if symbol in own.free_symbols]
     if not places:
-        return None if any(size in own.free_symbols for own in dims) else Whole
-    return Chunk(places[0]) if len(places) == 1 else None
+        return Whole
+    outer, inner = factors
+    rest = sympy.cancel(dims[places[0]] / symbol)
+    if len(places) > 1 or sympy.fraction(rest)[1] != 1 or symbol in rest.free_symbols:
+        return None
+    if rest == 1:
+        return Chunk(places[0])
+    more = sympy.cancel(rest / (outer * inner))
+    if sympy.fraction(more)[1] != 1 or more.free_symbols:
+        return None
+    return Chunk(places[0], outer, inner * more)
 
 
 def _holds(
@@ -89,27 +114,64 @@ def _holds(
     operands: Sequence[fx.Node],
     shapes: Sequence[tuple],
     sizes: dict,
-    dim: int,
-    size: sympy.Symbol,
-    candidate: Sequence[Placement],
+    symbol: sympy.Symbol,
+    row: tuple[Placement, ...],
 ) -> bool:
-    length = sizes[size]
+    length = sizes[symbol]
+    out, *candidate = [_Part(placement, sizes, length) for placement in row]
     values = [_random(o.meta["val"], dims, sizes) for o, dims in zip(operands, shapes)]
     try:
         whole, whole_grads, cotangents = _run(node, operands, values, None, sizes)
-        outputs, grads = [], [None] * len(values)
+        outputs, grads = [], [[] for _ in values]
         for start, end in ((0, 2), (2, 3), (3, length)):
-            parts = [_part(v, p, start, end) for v, p in zip(values, candidate)]
-            given = [c.narrow(dim, start, end - start) for c in cotangents]
-            here = {**sizes, size: end - start}
-            out, part_grads, _ = _run(node, operands, parts, given, here)
-            outputs.append(out)
-            grads = [_joined(t, g, p) for t, g, p in zip(grads, part_grads, candidate)]
+            parts = [part.of(v, start, end) for v, part in zip(values, candidate)]
+            given = [out.of(c, start, end) for c in cotangents]
+            here = {**sizes, symbol: end - start}
+            results, part_grads, _ = _run(node, operands, parts, given, here)
+            outputs.append(results)
+            for pieces, grad in zip(grads, part_grads):
+                pieces.append(grad)
     except Exception:  # an op that fails on a part, or on such inputs, cannot be split
         return False
-    joined = [torch.cat(pieces, dim) for pieces in zip(*outputs)]
-    pairs = [*zip(joined, whole), *((g, w) for g, w in zip(grads, whole_grads) if w is not None)]
+    joined = [out.join(pieces) for pieces in zip(*outputs)]
+    joined_grads = [part.join(pieces) for part, pieces in zip(candidate, grads)]
+    pairs = [
+        *zip(joined, whole),
+        *((g, w) for g, w in zip(joined_grads, whole_grads) if w is not None),
+    ]
     return all(_close(have, want) for have, want in pairs)
+
+
+class _Part:
+    """Takes chunks of a value and puts chunks together, under a placement with factors."""
+
+    def __init__(self, placement: Placement, sizes: dict, length: int) -> None:
+        self._dim, self._factors = None, (1, 1)
+        self._length = length
+        for dim, span in placement.spans:
+            self._dim = dim
+            self._factors = tuple(int(f.xreplace(sizes)) for f in (span.outer, span.inner))
+
+    def of(self, value: Tensor, start: int, end: int) -> Tensor:
+        if self._dim is None:
+            return value
+        part = self._apart(value, self._length).narrow(self._dim + 1, start, end - start)
+        return part.flatten(self._dim, self._dim + 2)
+
+    def join(self, pieces: Sequence[Tensor | None]) -> Tensor | None:
+        """Side by side; what was given whole gets the sum of its gradients."""
+        pieces = [piece for piece in pieces if piece is not None]
+        if not pieces:
+            return None
+        if self._dim is None:
+            return sum(pieces)
+        outer, inner = self._factors
+        apart = [self._apart(p, p.shape[self._dim] // (outer * inner)) for p in pieces]
+        return torch.cat(apart, self._dim + 1).flatten(self._dim, self._dim + 2)
+
+    def _apart(self, value: Tensor, length: int) -> Tensor:
+        outer, inner = self._factors
+        return value.unflatten(self._dim, (outer, length, inner))
 
 
 def _run(
@@ -149,20 +211,6 @@ def _random(like: Any, dims: tuple, sizes: dict) -> Tensor:
     if like.is_floating_point():
         return torch.randn(shape, dtype=torch.float64, device=like.device)
     return torch.randint(0, 2, shape, device=like.device).to(like.dtype)
-
-
-def _part(value: Tensor, placement: Placement, start: int, end: int) -> Tensor:
-    for dim, _ in placement.spans:
-        value = value.narrow(dim, start, end - start)
-    return value
-
-
-def _joined(total: Tensor | None, grad: Tensor | None, placement: Placement) -> Tensor | None:
-    if grad is None or total is None:
-        return grad if total is None else total
-    if placement.spans:
-        return torch.cat([total, grad], placement.spans[0][0])
-    return total + grad
 
 
 def _close(have: Tensor | None, want: Tensor) -> bool:
