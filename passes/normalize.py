@@ -5,6 +5,7 @@
 - An op that takes another tensor only for its shape, dtype or device (``zeros_like``,
   ``expand_as``, ``type_as``, ``new_ones``) takes them as arguments: it does not depend on that
   tensor's values.
+- A view becomes a reshape: a chunk of what could be viewed may lie in memory so that it cannot.
 """
 
 from __future__ import annotations
@@ -70,8 +71,10 @@ def normalize(lowered: Lowered) -> None:
         elif node.target in (aten.expand_as.default, aten.view_as.default):
             write = _Writer(node)
             sizes = [_size(write, node.args[1], dim) for dim in range(node.meta["val"].ndim)]
-            op = aten.expand if node.target is aten.expand_as.default else aten.view
+            op = aten.expand if node.target is aten.expand_as.default else aten.reshape
             _replace(node, write(op.default, node.args[0], sizes))
+        elif node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
         elif node.target in (aten.type_as.default, aten.to.other):
             other = node.args[1].meta["val"]
             _replace(node, _Writer(node)(aten.to.device, node.args[0], other.device, other.dtype))

@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import fx
 
+from .double import double_graph
 from .facts import Facts
 from .lower import Lowered
 from .lower import Region as Contexts
@@ -110,6 +111,8 @@ class Regions:
 
 def _scopes(node: fx.Node) -> list[str]:
     """The calls of modules that a node lies in, outermost first, each with its path."""
+    while node.target is operator.getitem:  # an item is where its tuple is
+        node = node.args[0]
     stack = node.meta.get("nn_module_stack") or {}
     return [f"{path} #{key}" for key, (path, _) in stack.items()]
 
@@ -132,7 +135,12 @@ def _members(facts: Facts, scope: str) -> list[fx.Node]:
         if node.op == "call_function" and node.users and _is_value(node):
             if all(user in chosen for user in node.users):
                 chosen.add(node)
-    return [node for node in graph.nodes if node in chosen]
+    # A tuple does not enter a region: its items do.
+    return [
+        node
+        for node in graph.nodes
+        if node in chosen and (node.target is not operator.getitem or node.args[0] in chosen)
+    ]
 
 
 def _is_value(node: fx.Node) -> bool:
@@ -185,14 +193,20 @@ def _write(
         copies[node] = _copy(graph, node, copies)
     results = tuple(copies[node] for node in outputs)
     graph.output(results if len(results) > 1 else results[0])
-    module = fx.GraphModule(lowered.module, graph, class_name="TokenWise")
+    token_wise = _function(fx.GraphModule(lowered.module, graph, class_name="TokenWise"))
+    token_wise.in_double = _function(fx.GraphModule(lowered.module, double_graph(graph)))
+    return token_wise, operands, symbols
+
+
+def _function(module: fx.GraphModule) -> Callable:
+    """A graph module as a node's target, which has to be a function."""
 
     def token_wise(*args: Any) -> Any:
         return module(*args)
 
     token_wise.__module__ = __name__
     token_wise.fingerprint = ("token-wise", structure_of(module))
-    return token_wise, operands, symbols
+    return token_wise
 
 
 def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, Any]) -> fx.Node:

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from .. import attention
 from ..plan import Segment
+from .double import as_double, double_call, double_graph
 from .facts import Facts
 from .rules.attention import SDPA
 from .split import SplitSegment, draws_random
@@ -138,16 +139,17 @@ class Validator:
                 known[node] = self._sampled(node)
                 continue
             if node.op == "get_attr":
-                known[node] = _as_double(_attribute(self._facts.lowered.module, node.target))
+                known[node] = as_double(_attribute(self._facts.lowered.module, node.target))
                 continue
             missing = [i for i in node.all_input_nodes if i not in known]
             if missing:
                 stack.extend(missing)
                 continue
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-            args, kwargs = _silenced(node, *_double_dtypes((args, kwargs)))
+            args, kwargs = _silenced(node, args, kwargs)
+            target, args, kwargs = double_call(node.target, args, kwargs)
             with torch.set_grad_enabled(node.meta["region"].grad and torch.is_grad_enabled()):
-                known[node] = node.target(*args, **kwargs)
+                known[node] = target(*args, **kwargs)
         return known[wanted]
 
     # -- inputs ------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ class Validator:
                 count = self._number(size)
                 places = torch.linspace(0, max(value.shape[dim] - 1, 0), count).round().long()
                 value = value.index_select(dim, places.to(value.device))
-        return _as_double(value)
+        return as_double(value)
 
     def _normal(self, shape: Sequence[int], like: Tensor) -> Tensor:
         dtype = torch.complex128 if like.is_complex() else torch.float64
@@ -241,27 +243,6 @@ def _attribute(module: torch.nn.Module, path: str) -> Any:
     return value
 
 
-def _as_double(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.to(torch.float64)
-    if isinstance(value, Tensor) and value.is_complex():
-        return value.to(torch.complex128)
-    return value
-
-
-def _double_dtypes(arguments: Any) -> Any:
-    """The same arguments, asking for double wherever they ask for a floating dtype."""
-
-    def double(value: Any) -> Any:
-        if isinstance(value, torch.dtype) and value.is_floating_point:
-            return torch.float64
-        if isinstance(value, torch.dtype) and value.is_complex:
-            return torch.complex128
-        return value
-
-    return torch.utils._pytree.tree_map(double, arguments)
-
-
 def _silenced(node: fx.Node, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     return _without_chance(node.target, args, kwargs) if draws_random(node) else (args, kwargs)
 
@@ -280,20 +261,11 @@ def _without_chance(target: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict
 
 def _in_double(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a body that computes in float64 and draws nothing."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+    graph = double_graph(module.graph)
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        if getattr(node.target, "__name__", "") == "_enter_autocast":
-            device, dtype, _, cache = node.args
-            node.args = (device, dtype, False, cache)
-            continue
         target = getattr(node.target, "replays", None)
         if target is not None:
             _, _, *args = node.args
             node.target = target
             node.args, node.kwargs = _without_chance(target, tuple(args), node.kwargs)
-        node.args = _double_dtypes(node.args)
-        node.kwargs = _double_dtypes(node.kwargs)
     return fx.GraphModule(torch.nn.Module(), graph)

@@ -45,3 +45,14 @@ def test_files_stay_small_and_know_no_model(path):
     names = r"llama|qwen|gemma|mistral|mixtral|bloom|gpt|neox|falcon|deepseek|transformers\b"
     found = re.findall(names, text, flags=re.IGNORECASE)
     assert not found, f"{path.name} names {found}"
+
+
+def test_no_model_is_named():
+    """The code knows ops, never models: no type of the library's catalogue occurs as a word."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    types = {name.lower() for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    for folder in ("seqsplit", "passes"):
+        for path in (ROOT / folder).rglob("*.py"):
+            words = set(re.findall(r"[a-z0-9]+", path.read_text().lower()))
+            assert not words & types, path

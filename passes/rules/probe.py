@@ -1,10 +1,10 @@
 """Probe: find the rows of an op that has no rule by running it.
 
 For every dim of the output whose size has a symbol, the candidate row splits that dim, along the
-symbol, in every operand that has a dim along it too, and leaves the others whole. It is accepted if, on
-small random tensors in float64 and for uneven chunks, the chunks' outputs side by side are the
-whole output, and the chunks' gradients (side by side, or added up for operands left whole) are
-the whole gradients. An op that cannot be run like this has no rows.
+symbol, in every operand that has a dim along it too, and leaves the others whole. It is accepted
+if, on small random tensors in float64 and for uneven chunks, the chunks' outputs side by side are
+the whole output, and the chunks' gradients (side by side, or added up for operands left whole)
+are the whole gradients. An op that cannot be run like this has no rows.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree
 
 from ...placement import Chunk, Placement, Whole
+from ..double import double_call
 
 __all__ = ["probe"]
 
@@ -117,7 +118,9 @@ def _holds(
     symbol: sympy.Symbol,
     row: tuple[Placement, ...],
 ) -> bool:
-    length = sizes[symbol]
+    length = _SIZES[0]
+    swapped = {s: sizes[symbol] for s in sizes if sizes[s] == length}
+    sizes = {**sizes, **swapped, symbol: length}  # the symbol that is split gets the largest size
     out, *candidate = [_Part(placement, sizes, length) for placement in row]
     values = [_random(o.meta["val"], dims, sizes) for o, dims in zip(operands, shapes)]
     try:
@@ -187,8 +190,9 @@ def _run(
         if (expr := _size_of(other)) is not None:
             known[other] = int(expr.xreplace(sizes))
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+    target, args, kwargs = double_call(node.target, args, kwargs)
     with torch.enable_grad():
-        outputs = [o for o in pytree.tree_leaves(node.target(*args, **kwargs)) if o is not None]
+        outputs = [o for o in pytree.tree_leaves(target(*args, **kwargs)) if o is not None]
         if cotangents is None:
             cotangents = [
                 torch.randn(o.shape, dtype=torch.float64, device=o.device) for o in outputs
