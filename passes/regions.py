@@ -88,6 +88,7 @@ class Regions:
         new.meta["val"] = held if len(held) > 1 else held[0]
         if not _has_rows(facts, new):
             graph.erase_node(new)
+            sizes.take_back()
             return False
         self._replace(new, outputs, chosen)
         return True

@@ -93,6 +93,12 @@ class SizeWriter:
     def wrote(self, node: fx.Node) -> bool:
         return node in self._known.values()
 
+    def take_back(self) -> None:
+        """Remove what was written and is not used."""
+        for node in reversed(self._known.values()):
+            if not node.users:
+                self._lowered.graph.erase_node(node)
+
     def _call(self, function: Callable, *args: Any) -> fx.Node:
         key = (function, *args)
         if key not in self._known:

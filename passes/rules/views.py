@@ -231,12 +231,14 @@ def scatter(self: Operand, src: Operand, dim: int) -> Rows:
 
 
 @rule(aten.repeat_interleave.self_int)
-def repeat_interleave(self: Operand, dim: int | None) -> Rows:
+def repeat_interleave(self: Operand, repeats: Any, dim: int | None) -> Rows:
     if dim is None:
         return
     for own in range(self.ndim):
         if own != dim % self.ndim:
             yield Chunk(own), Chunk(own)
+        elif isinstance(repeats, int) and repeats > 0:  # copies of a row stand side by side
+            yield Chunk(own, sympy.S.One, sympy.Integer(repeats)), Chunk(own)
 
 
 @rule(aten.repeat.default, aten.tile.default)
