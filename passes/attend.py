@@ -19,18 +19,21 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import stencil
 from ..assumptions import Assumption
 from ..placement import Kind, Span
 from .bands import Band, Bands, Bias
 from .facts import Facts
 from .rules.attention import SDPA
 from .rules.registry import arguments_of, operands_of, rows_of, sum_rows
+from .scans import SCANS
 
 __all__ = ["Reads", "attend"]
 
 aten = torch.ops.aten
 
 _SOFTMAX = {aten.softmax.int, aten._softmax.default}
+_CARRIED = {stencil.shift, stencil.causal_conv1d, *SCANS}
 # Ops that keep a zero a zero, whatever else they do.
 _KEEPS_ZERO = {
     aten.alias.default,
@@ -75,7 +78,8 @@ class Reads:
     fused: the read of each fused attention node.
     zero_beyond: for values, dims along which everything outside a range is exactly zero.
     contracted: the range that suffices for each product that contracts such a dim.
-    mixers: every node that mixes positions by attention, in graph order.
+    mixers: every node that mixes positions causally, in graph order.
+    light: those of them that may share a segment with an attention: shifts, convolutions, sums.
     assumptions: what the reads assume of masks that are stored in buffers.
     """
 
@@ -83,6 +87,7 @@ class Reads:
     zero_beyond: dict[fx.Node, dict[int, Span]] = field(default_factory=dict)
     contracted: dict[fx.Node, Span] = field(default_factory=dict)
     mixers: list[fx.Node] = field(default_factory=list)
+    light: set[fx.Node] = field(default_factory=set)
     assumptions: list[Assumption] = field(default_factory=list)
 
 
@@ -108,6 +113,9 @@ def attend(facts: Facts, examples: Sequence[Any] = ()) -> Reads:
                 read = _of_bias(bands.of(node.args[0]), dim)
                 if read.span is not None:
                     reads.zero_beyond[node] = {dim: read.span}
+        elif node.target in _CARRIED and node in facts.stream:
+            reads.mixers.append(node)
+            reads.light.add(node)
         else:
             _carry_zeros(facts, reads, node)
     reads.assumptions = list(bands.assumptions)

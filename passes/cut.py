@@ -80,7 +80,8 @@ def choose_cuts(
     whole, tail = _sort_out_sums(facts, set(whole), added_later)
     last_use = _last_uses(facts, order, position, tail)
     borders = sorted({position[n] for n in reads.mixers if n not in whole})
-    waists = _waists(facts, order, position, last_use, borders, whole | tail)
+    light = {position[n] for n in reads.light}
+    waists = _waists(facts, order, position, last_use, borders, whole | tail, light)
     kept = [w for index, w in enumerate(waists) if index % segment_layers == 0]
     if waists and waists[-1] not in kept:
         kept.append(waists[-1])
@@ -146,13 +147,18 @@ def _waists(
     last_use: dict[fx.Node, int],
     borders: list[int],
     outside: set[fx.Node],
+    light: set[int],
 ) -> list[int]:
-    """The chosen place in each stretch between mixers, the stretch before the first included."""
+    """The chosen place in each stretch between mixers, the stretch before the first included.
+
+    Beside a light mixer, a stretch without a waist as narrow as others have is not cut.
+    """
     if not borders:
         return []
     starts, ends = [0, *borders], [*borders, len(order) - 1]
     costs = _crossing_bytes(facts, order, last_use, outside)
     chosen: list[int] = []
+    beside_light: list[int] = []
     depth: int | None = None  # how far behind its mixer the previous stretch was cut
     for index, (start, end) in enumerate(zip(starts, ends)):
         places = list(range(start, end))
@@ -179,9 +185,12 @@ def _waists(
             elif not first:
                 depth = _depth(facts, order, start, place)
             chosen.append(place)
+            if start in light or end in light:
+                beside_light.append(place)
         if empty and not last:
             chosen.append(empty[-1])
-    return chosen
+    narrow = min((costs[p] for p in chosen if costs[p] > 0), default=0.0)
+    return [p for p in chosen if p not in beside_light or costs[p] <= 1.5 * narrow]
 
 
 def _depth(facts: Facts, order: list[fx.Node], start: int, place: int) -> int:

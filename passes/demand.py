@@ -8,6 +8,9 @@ is met:
 ``Compute``   run the op on operands of these placements
 ``ReadKeys``  a value of the stream is wanted along keys: compute the chunk's own rows, write them
               to a cache and read the range from it
+``Attend``    fused attention of the chunk's queries to a range of keys
+``Stencil``   a shift or a causal convolution of a window
+``Scan``      a cumulative op, whose state is carried from chunk to chunk
 
 The cached read is put at the narrowest place above free ops: below a projection, but above
 ``expand`` for heads that share a key.
@@ -24,12 +27,15 @@ import sympy
 import torch
 from torch import fx
 
+from .. import stencil
 from ..placement import Chunk, Kind, Placement, Span, Whole
 from .attend import Read, Reads
 from .cut import summing_row
 from .facts import Facts
 from .rules.attention import SDPA
 from .rules.registry import Unsplittable, arguments_of, contracted, operands_of, pull
+from .scans import SCANS
+from .stencils import reach_of, sequence_dim_of
 
 __all__ = [
     "AddedLater",
@@ -39,6 +45,9 @@ __all__ = [
     "Input",
     "NeededWhole",
     "ReadKeys",
+    "Recipe",
+    "Scan",
+    "Stencil",
     "demand",
 ]
 
@@ -131,7 +140,22 @@ class Attend:
     parts: bool
 
 
-Recipe = Input | Compute | ReadKeys | Attend
+@dataclass(frozen=True)
+class Stencil:
+    """Rows that depend on a window of rows: ``operands`` are the windowed one and the weights."""
+
+    operands: tuple[tuple[fx.Node, Placement], ...]
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A cumulative op along ``dim``, whose state is carried from chunk to chunk."""
+
+    operands: tuple[tuple[fx.Node, Placement], ...]
+    dim: int
+
+
+Recipe = Input | Compute | ReadKeys | Attend | Stencil | Scan
 
 
 @dataclass
@@ -212,10 +236,8 @@ class _Pushing:
                 return []
             case ReadKeys(dim=dim):
                 return [(node, Chunk(dim))]
-            case Compute(operands=operands):
-                return list(operands)
-            case Attend(operands=operands):
-                return list(operands)
+            case _:
+                return list(recipe.operands)
 
     def _recipe(self, node: fx.Node, placement: Placement, user: fx.Node | None) -> Recipe:
         facts = self._facts
@@ -244,6 +266,16 @@ class _Pushing:
                 return ReadKeys(dim, span)
         if node.target is SDPA and placement.has_rows:
             return self._attend(node, placement)
+        if node.target in (stencil.shift, stencil.causal_conv1d):
+            dim = sequence_dim_of(node)
+            if placement == Chunk(dim):
+                window = Placement(((dim, Span(Kind.KEYS, reach_of(node) + 1)),))
+                source, *others = operands_of(node)
+                return Stencil(((source, window), *((other, Whole) for other in others)))
+        if node.target in SCANS:
+            dim = node.args[1] % node.meta["val"].ndim
+            if placement == Chunk(dim):
+                return Scan(((node.args[0], Chunk(dim)),), dim)
         return Compute(tuple(zip(operands_of(node), self._operands(node, placement), strict=True)))
 
     def _operands(self, node: fx.Node, placement: Placement) -> tuple[Placement, ...]:

@@ -82,10 +82,9 @@ class Regions:
         with graph.inserting_after(members[-1]):
             new = graph.call_function(region, (*operands, *map(sizes.symbol, symbols)))
         held = tuple(node.meta["val"] for node in outputs)
-        first = {k: v for k, v in members[0].meta.items() if k in ("stack_trace",)}
-        stack = {k: v for k, v in members[0].meta.get("nn_module_stack", {}).items()}
-        new.meta = {**first, "nn_module_stack": stack, "region": Contexts()}
-        new.meta["val"] = held if len(held) > 1 else held[0]
+        place = ("stack_trace", "nn_module_stack")
+        new.meta = {key: members[0].meta[key] for key in place if key in members[0].meta}
+        new.meta |= {"region": Contexts(), "val": held if len(held) > 1 else held[0]}
         if not _has_rows(facts, new):
             graph.erase_node(new)
             sizes.take_back()
@@ -133,9 +132,10 @@ def _members(facts: Facts, scope: str) -> list[fx.Node]:
         if node.op == "call_function" and scope in _scopes(node) and _is_value(node)
     }
     for node in reversed(graph.nodes):
-        if node.op == "call_function" and node.users and _is_value(node):
-            if all(user in chosen for user in node.users):
-                chosen.add(node)
+        if node.op != "call_function" or not node.users or not _is_value(node):
+            continue
+        if all(user in chosen for user in node.users):
+            chosen.add(node)
     # A tuple does not enter a region: its items do.
     return [
         node

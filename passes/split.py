@@ -16,13 +16,14 @@ import sympy
 import torch
 from torch import fx
 
-from .. import attention, primitives
+from .. import attention, primitives, stencil
 from ..placement import Kind, Placement, Span
 from ..plan import Body, BodyInput, BodyOutput, CacheSpec
-from .demand import Attend, Compute, Demands, Input, ReadKeys
+from .demand import Attend, Compute, Demands, Input, ReadKeys, Recipe, Scan, Stencil
 from .facts import Facts
 from .lower import Region
 from .rules.registry import Unsplittable, arguments_of, rewrite_arguments
+from .scans import SCANS
 from .sizes import OPERATORS, write_expression
 
 __all__ = ["SplitSegment", "draws_random", "split"]
@@ -137,7 +138,7 @@ class _Writer:
     def write(self, demands: Demands, targets: dict[fx.Node, Placement]) -> SplitSegment:
         """Write every request, then close the graph."""
         requests = list(demands.items())
-        users = [r for _, _, r in requests if isinstance(r, (Compute, Attend))]
+        users = [r for _, _, r in requests if not isinstance(r, (Input, ReadKeys))]
         in_parts = {i for r in users if _takes_parts(r) for i in r.operands[1:3]}
         in_one = {i for r in users for i in r.operands if not _takes_parts(r)}
         self._wanted_in_parts = in_parts - in_one
@@ -151,6 +152,10 @@ class _Writer:
                     self._values[node, placement] = self._compute(node, placement, recipe)
                 case Attend():
                     self._values[node, placement] = self._attend(node, recipe)
+                case Stencil():
+                    self._values[node, placement] = self._stencil(node, recipe)
+                case Scan():
+                    self._values[node, placement] = self._scan(node, recipe)
         outputs = tuple(self._values[item] for item in targets.items())
         return self._close(targets, outputs)
 
@@ -229,9 +234,7 @@ class _Writer:
 
     def _read(self, node: fx.Node, placement: Placement, recipe: ReadKeys) -> None:
         rows = Placement(((recipe.dim, Span()),))
-        cache = self._placeholder(f"cache_{len(self._caches)}")
-        self._caches.append((CacheSpec(recipe.dim), cache))
-        self._trace.append(f"cache along {recipe.dim}")
+        cache = self._new_cache(CacheSpec(recipe.dim))
         x, first = self._values[node, rows], self.first(recipe.span)
         if (node, placement) in self._wanted_in_parts:
             both = self._call(
@@ -284,6 +287,34 @@ class _Writer:
         mask = self._values[rest[2]] if len(rest) > 2 else None
         kwargs = {"scale": scale, "enable_gqa": recipe.grouped}
         return self._op(node, node.target, (q, k, v, mask, dropout_p), kwargs)
+
+    def _stencil(self, node: fx.Node, recipe: Stencil) -> fx.Node:
+        window, *others = (self._values[item] for item in recipe.operands)
+        (_, span), *_ = recipe.operands[0][1].spans
+        if node.target is stencil.shift:
+            _, dim, by, value = node.args
+            args = (window, dim, by, value, self._start, self.first(span), self._end)
+            return self._op(node, stencil.shift_rows, args, {})
+        dilation, groups = node.args[3:]
+        weight, bias = (*others, None)[:2]
+        args = (window, weight, bias, dilation, groups, self._start, self.first(span))
+        return self._op(node, stencil.causal_conv1d_rows, args, {})
+
+    def _scan(self, node: fx.Node, recipe: Scan) -> fx.Node:
+        (x,) = (self._values[item] for item in recipe.operands)
+        held, dtype = node.args[0].meta["val"], node.meta["val"].dtype
+        if held.dtype != dtype:
+            x = self._op(node, aten.to.dtype, (x, dtype), {})
+        carry = self._new_cache(CacheSpec(recipe.dim, carries=True))
+        out = self._op(node, SCANS[node.target], (x, carry, recipe.dim, self._start), {})
+        self._reads.append(out)
+        return out
+
+    def _new_cache(self, spec: CacheSpec) -> fx.Node:
+        cache = self._placeholder(f"cache_{len(self._caches)}")
+        self._caches.append((spec, cache))
+        self._trace.append(repr(spec))
+        return cache
 
     def _in_parts(self, item: tuple[fx.Node, Placement]) -> tuple[fx.Node, fx.Node]:
         """Keys before the chunk and the chunk's own."""
@@ -384,7 +415,7 @@ class _Writer:
         return self._last_placeholder
 
 
-def _takes_parts(recipe: Compute | Attend) -> bool:
+def _takes_parts(recipe: Recipe) -> bool:
     return isinstance(recipe, Attend) and recipe.parts
 
 

@@ -80,9 +80,11 @@ class BodyOutput:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """A buffer that chunks write their rows to and read a range of: K or V, usually."""
+    """What chunks hand on along ``dim``: a buffer of rows that later ones read (K or V, usually),
+    or, if it ``carries``, the state of a scan."""
 
     dim: int
+    carries: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Cache", "Replay", "cached_parts", "cached_read", "keys_start", "replayed"]
+__all__ = [
+    "Cache",
+    "Carry",
+    "Replay",
+    "cached_parts",
+    "cached_read",
+    "handed_on",
+    "keys_start",
+    "received",
+    "replayed",
+]
 
 
 class Cache:
@@ -101,6 +111,67 @@ def cached_parts(
 ) -> tuple[Tensor, Tensor]:
     """The same in two views: what came before the chunk, ``[first, start)``, and the chunk."""
     return _CachedRead.apply(x, cache, first, start, end, True)
+
+
+class Carry:
+    """A state that each chunk hands to the next, and the gradient that comes back for it.
+
+    Args:
+        accumulate_dtype: the least precise dtype of states.
+    """
+
+    def __init__(self, accumulate_dtype: torch.dtype) -> None:
+        self.accumulate_dtype = accumulate_dtype
+        self.grad: Tensor | None = None  # of the state handed on, from the chunks after
+        self._received: dict[int, Tensor] = {}
+        self._last: Tensor | None = None
+
+    def hand_on(self, state: Tensor) -> None:
+        self._last = state.detach().clone()
+
+    def receive(self, start: int, first: Tensor) -> Tensor:
+        """What the chunk that begins at ``start`` was handed, ``first`` at the beginning."""
+        return self._received.setdefault(start, first if self._last is None else self._last)
+
+
+class _Received(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, carry: Carry, start: int, first: Tensor) -> Tensor:
+        ctx.carry = carry
+        return carry.receive(start, first).clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ctx.carry.grad = grad
+        return None, None, None, None
+
+
+class _HandedOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, carry: Carry, dim: int) -> Tensor:
+        ctx.carry, ctx.dim = carry, dim
+        if rows.shape[dim] > 0:
+            carry.hand_on(rows.narrow(dim, -1, 1))
+        return rows.view_as(rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if ctx.carry.grad is not None and grad.shape[ctx.dim] > 0:
+            grad = grad.clone()
+            grad.narrow(ctx.dim, -1, 1).add_(ctx.carry.grad)
+        return grad, None, None
+
+
+def received(x: Tensor, carry: Carry, start: int, first: Tensor) -> Tensor:
+    """The state handed to a chunk; ``x`` is any value of the chunk that needs a gradient."""
+    return _Received.apply(x, carry, start, first)
+
+
+def handed_on(rows: Tensor, carry: Carry, dim: int) -> Tensor:
+    """The same rows, the last of which is handed to the next chunk as its state."""
+    return _HandedOn.apply(rows, carry, dim)
 
 
 class Replay:

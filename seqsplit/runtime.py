@@ -20,7 +20,7 @@ from torch import Tensor
 from .errors import DoubleBackwardError, format_message
 from .placement import Kind, Placement, Span
 from .plan import BodyInput, BodyOutput, Segment
-from .primitives import Cache, Replay, keys_start
+from .primitives import Cache, Carry, Replay, keys_start
 
 __all__ = ["chunk_bounds", "run_segment"]
 
@@ -82,12 +82,20 @@ class _Run:
             and differentiable[0].scalar
         )
 
-    def new_caches(self) -> list[Cache]:
+    def new_caches(self) -> list[Cache | Carry]:
         dtype = self.segment.options.accumulate_dtype
-        return [Cache(spec.dim, self.length, dtype) for spec in self.segment.body.caches]
+        return [
+            Carry(dtype) if spec.carries else Cache(spec.dim, self.length, dtype)
+            for spec in self.segment.body.caches
+        ]
 
     def call(
-        self, index: int, inputs: Sequence[Tensor], caches: Sequence[Cache], *, fill: bool = False
+        self,
+        index: int,
+        inputs: Sequence[Tensor],
+        caches: Sequence[Cache | Carry],
+        *,
+        fill: bool = False,
     ) -> tuple[Tensor, ...]:
         """Run the body (or the part of it that fills the caches) on one chunk."""
         body = self.segment.body

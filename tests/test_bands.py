@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from graphs import output_of, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphs import output_of, trace
 from seqsplit.passes.bands import Band, Bands, Bias
 from seqsplit.passes.facts import propagate
 
@@ -135,8 +135,9 @@ def test_usual_boolean_masks_are_recognised(name, function, possible, exact):
         ),
         (
             "added_to_scores",
-            lambda n: torch.sin(rows(n) * columns(n))
-            + torch.triu(torch.full((n, n), -math.inf), 1),
+            lambda n: (
+                torch.sin(rows(n) * columns(n)) + torch.triu(torch.full((n, n), -math.inf), 1)
+            ),
         ),
     ],
 )

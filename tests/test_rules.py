@@ -1,10 +1,9 @@
 """Every row of the rule table is executed: parts give parts, on distinct sizes, in float64."""
 
-
 import pytest
 import torch
-from graphs import output_of, trace
 
+from graphs import output_of, trace
 from seqsplit.passes.rules import registry
 from seqsplit.placement import Sum
 
@@ -202,5 +201,3 @@ def test_an_op_without_a_rule_is_found_by_execution():
         other = lowered.graph.call_function(mixing, (source,))
     other.meta = dict(node.meta)
     assert {row.out.spans[0][0] for row in registry.rows_of(other, lowered.shape)} == {1}
-
-

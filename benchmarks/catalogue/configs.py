@@ -79,9 +79,9 @@ def _tiny(default: Any, changes: dict[str, Any]) -> Any:
     for small, names in _SMALL.items():
         for name in names:
             value = given.get(name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                if not keeps_sizes or name in _SMALL[VOCAB] or name in _SMALL[MAX_POSITIONS]:
-                    fields[name] = small
+            kept = keeps_sizes and name not in _SMALL[VOCAB] + _SMALL[MAX_POSITIONS]
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and not kept:
+                fields[name] = small
     for name in _LAYERS:
         if isinstance(given.get(name), int):
             fields[name] = 4 if patterned else 2

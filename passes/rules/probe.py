@@ -84,7 +84,9 @@ def _ways(size: sympy.Expr) -> list[tuple[sympy.Symbol, tuple[sympy.Expr, sympy.
         rest = sympy.cancel(size / symbol)
         if symbol in rest.free_symbols or sympy.fraction(rest)[1] != 1:
             continue
-        found += [(symbol, way) for way in dict.fromkeys(((rest, sympy.S.One), (sympy.S.One, rest)))]
+        found.append((symbol, (rest, sympy.S.One)))
+        if rest != 1:
+            found.append((symbol, (sympy.S.One, rest)))
     return found
 
 

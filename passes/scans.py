@@ -1,0 +1,20 @@
+"""Scans: cumulative ops, and what computes the rows of a chunk from the state before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import scan
+
+__all__ = ["SCANS"]
+
+aten = torch.ops.aten
+
+SCANS: dict[Any, Callable] = {
+    aten.cumprod.default: scan.cumprod_rows,
+    aten.cumsum.default: scan.cumsum_rows,
+    aten.logcumsumexp.default: scan.logcumsumexp_rows,
+}
