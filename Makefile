@@ -1,6 +1,8 @@
 # make demo   train two small decoders on real text in three ways, compare memory and time
 # make test   run the tests
 # make bench  measure memory growth, FLOPs, compile time and step time on this machine's CPU
+# make coverage  try every causal LM of the transformers catalogue, write docs/coverage.md
+# make fuzz   try N random decoders (make fuzz N=2000)
 # make gpu    measure on a GPU, with the Python that has torch; installs nothing
 # make lint   check style and formatting
 # make clean  remove everything these commands made
@@ -20,7 +22,7 @@ VENV := .venv
 VENV_PYTHON := $(CURDIR)/$(VENV)/bin/python
 SITE := .cache/site
 
-.PHONY: help demo test bench gpu lint clean
+.PHONY: help demo test bench coverage fuzz gpu lint clean
 .DELETE_ON_ERROR:
 .PRECIOUS: $(VENV)/.installed-%
 
@@ -37,6 +39,13 @@ bench: $(VENV)/.installed-test
 	status=0; \
 	for name in $(BENCHMARKS); do $(VENV_PYTHON) -m benchmarks.$$name || status=1; done; \
 	exit $$status
+
+coverage: $(VENV)/.installed-test
+	$(VENV_PYTHON) -m benchmarks.catalogue --workers $(WORKERS)
+
+N ?= 200
+fuzz: $(VENV)/.installed-test
+	cd tests && $(VENV_PYTHON) fuzzing.py $(N) --workers $(WORKERS)
 
 # Uninstalled, the package is in two folders. Put together by links it is what an installation
 # would be, and the links are what Python sees from inside $(SITE).

@@ -137,7 +137,10 @@ def find_sequence(lowered: Lowered, seq_dim: int | None) -> sympy.Symbol:
     votes: dict[sympy.Expr, int] = {}
     for node in lowered.graph.nodes:
         mixed = _mixed_size(node, lowered)
-        if mixed is not None and any((mixed - symbol).is_Integer for symbol in symbolic):
+        near = [symbol for symbol in symbolic if (mixed - symbol).is_Integer] if mixed else []
+        if near:
+            if mixed - near[0] > 0:  # a softmax over all positions and a sink
+                mixed = near[0]
             votes[mixed] = votes.get(mixed, 0) + 1
     candidates = [size for size in votes if votes[size] == max(votes.values())]
     if seq_dim is None and len(candidates) == 1:

@@ -70,14 +70,20 @@ class Validator:
         body = replace(segment.body, module=module, fill=fill)
         options = replace(segment.options, accumulate_dtype=torch.float64)
         segment = replace(segment, body=body, options=options)
-        operands = [self._leaf(node) for node in split.operands]
         sizes = [self._number(symbol) for symbol in split.sizes]
-        with torch.enable_grad():
-            expected = self._original(split, operands, values)
-            got = self._run(
-                segment, self._length, sizes, operands, bounds=uneven_bounds(self._length)
-            )
-            return self._compare(split, operands, values, expected, got)
+        difference = None
+        for positive in (False, True):
+            operands = [self._leaf(node, positive) for node in split.operands]
+            with torch.enable_grad():
+                expected = self._original(split, operands, values)
+                got = self._run(
+                    segment, self._length, sizes, operands, bounds=uneven_bounds(self._length)
+                )
+                try:
+                    return self._compare(split, operands, values, expected, got)
+                except _Undefined as undefined:  # the root of a mean square, say
+                    difference = undefined.difference
+        return difference
 
     # -- comparing ---------------------------------------------------------------------------
 
@@ -89,6 +95,7 @@ class Validator:
         expected: Sequence[Tensor],
         got: Sequence[Tensor],
     ) -> str | None:
+        undefined = any(want.isnan().any() for want in _detached(expected))
         for node, want, have in zip(values, _detached(expected), _detached(got)):
             if want.shape != have.shape:
                 return f"{node} has shape {list(have.shape)} instead of {list(want.shape)}"
@@ -110,11 +117,17 @@ class Validator:
             )
             for side in (expected, got)
         ]
+        undefined |= any(g.isnan().any() for g in gradients[0] if g is not None)
         scale = max((g.norm() for g in gradients[0] if g is not None), default=torch.zeros(()))
         for index, want, have in zip(wanted, *gradients):
             error = gradient_error(have, want, scale)
             if not error <= TOLERANCE:
-                return f"the gradient of {split.operands[index]} is off by {error:.1e}"
+                difference = f"the gradient of {split.operands[index]} is off by {error:.1e}"
+                if undefined:
+                    raise _Undefined(difference)
+                return difference
+        if undefined:
+            raise _Undefined(None)
         return None
 
     def _original(
@@ -154,7 +167,7 @@ class Validator:
 
     # -- inputs ------------------------------------------------------------------------------
 
-    def _leaf(self, node: fx.Node) -> Tensor:
+    def _leaf(self, node: fx.Node, positive: bool) -> Tensor:
         facts = self._facts
         value = facts_value = None
         if node in facts.stream or node in facts.features:
@@ -162,6 +175,7 @@ class Validator:
             shape = [self._number(size) for size in facts.shape(node)]
             if held.is_floating_point() or held.is_complex():
                 value = self._normal(shape, like=held)
+                value = value.abs() if positive else value
         if value is None:
             with torch.no_grad():
                 value = facts_value = self._evaluate(node, self._values)
@@ -213,6 +227,18 @@ class Validator:
             if expr.xreplace(values) == sympy.false:
                 return False
         return True
+
+
+class _Undefined(Exception):
+    """The original gives NaN for the inputs that were tried, so that nothing is proved.
+
+    Attributes:
+        difference: what was found all the same.
+    """
+
+    def __init__(self, difference: str | None) -> None:
+        super().__init__(difference)
+        self.difference = difference
 
 
 def relative_error(have: Tensor, want: Tensor) -> float:

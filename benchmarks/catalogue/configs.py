@@ -8,7 +8,8 @@ each other; the first that builds and runs in eager counts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 VOCAB = 61
@@ -31,8 +32,10 @@ _SMALL: dict[int | float | bool, tuple[str, ...]] = {
     1: ("n_group", "topk_group", "num_expert_groups", "first_k_dense_replace",
         "n_shared_experts", "num_shared_experts"),
     12: ("head_dim", "attention_head_dim", "v_head_dim", "qk_nope_head_dim", "d_kv",
+         "mamba_d_head", "mamba_head_dim",
          "linear_key_head_dim", "linear_value_head_dim", "index_head_dim", "kv_channels"),
     8: ("qk_rope_head_dim", "state_size", "mamba_d_state", "ssm_state_size", "time_step_rank",
+        "mamba_n_heads", "mamba_num_heads",
         "mamba_dt_rank", "chunk_size", "mamba_chunk_size", "rotary_dim", "index_topk",
         "hidden_size_per_layer_input"),
     16: ("q_lora_rank", "kv_lora_rank", "lora_rank", "o_lora_rank", "index_n_heads"),
@@ -61,17 +64,19 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
      "qk_nope_head_dim": 8, "v_head_dim": 16, "head_dim": 8},
     {"rotary_dim": 4, "mamba_n_heads": 12, "mamba_d_head": 8, "mamba_expand": 2, "n_groups": 1,
      "mamba_n_groups": 1, "num_heads": 12, "mamba_num_heads": 12, "mamba_head_dim": 8},
+    {"num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     {"_keep": True},
 )  # fmt: skip
 
 
-def tiny_configs(default: Any) -> Iterator[Any]:
-    """Small variants of a default configuration, the likeliest first."""
+def tiny_configs(default: Any) -> Iterator[Callable[[], Any]]:
+    """What makes small variants of a default configuration, the likeliest first."""
     for attempt in ATTEMPTS:
-        yield _tiny(default, dict(attempt))
+        yield functools.partial(_tiny, default, attempt)
 
 
-def _tiny(default: Any, changes: dict[str, Any]) -> Any:
+def _tiny(default: Any, attempt: dict[str, Any]) -> Any:
+    changes = dict(attempt)
     keeps_sizes = changes.pop("_keep", False)
     given = default.to_dict()
     patterned = any(given.get(name) for name in _PATTERNS)
@@ -98,4 +103,8 @@ def _tiny(default: Any, changes: dict[str, Any]) -> Any:
         and not isinstance(value, dict)
     }
     kept["use_cache"] = False
+    for name in getattr(default, "sub_configs", {}):  # a text model inside one of several kinds
+        inner = getattr(default, name, None)
+        if hasattr(inner, "to_dict"):
+            fields[name] = _tiny(inner, attempt).to_dict()
     return type(default)(**copy.deepcopy(kept | fields))

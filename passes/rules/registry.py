@@ -240,7 +240,8 @@ def pull(
     operands = operands_of(node)
     result = [Whole] * len(operands)
     for dim, span in placement.spans:
-        wanted = next(filter(None, (_asks(row, dim, span) for row in rows)), None)
+        asked = (_asks(row, dim, span) for row in rows)
+        wanted = next((operands for operands in asked if operands is not None), None)
         if wanted is None:
             raise Unsplittable(node, _missing(node, rows, dim, span))
         for index, operand in enumerate(wanted):
