@@ -5,6 +5,7 @@
 - An op that takes another tensor only for its shape, dtype or device (``zeros_like``,
   ``expand_as``, ``type_as``, ``new_ones``) takes them as arguments: it does not depend on that
   tensor's values.
+- A slice that takes everything is what it was taken of.
 - A view becomes a reshape: a chunk of what could be viewed may lie in memory so that it cannot.
 """
 
@@ -78,12 +79,27 @@ def normalize(lowered: Lowered) -> None:
         elif node.target in (aten.type_as.default, aten.to.other):
             other = node.args[1].meta["val"]
             _replace(node, _Writer(node)(aten.to.device, node.args[0], other.device, other.dtype))
+        elif _takes_all(node):
+            _replace(node, node.args[0])
         elif node.target in (aten.eye.default, aten.eye.m):
             _replace(node, _eye(node))
     lowered.graph.eliminate_dead_code(
         is_impure_node=lambda node: node.op in ("placeholder", "output")
     )
     lowered.graph.lint()
+
+
+def _takes_all(node: fx.Node) -> bool:
+    """Whether a node is a slice from the first to the last entry."""
+    if node.target is not aten.slice.Tensor:
+        return False
+    arguments = arguments_of(node)
+    end = arguments["end"]
+    return (
+        arguments["start"] in (0, None)
+        and (end is None or (isinstance(end, int) and end == 2**63 - 1))
+        and arguments["step"] in (1, None)
+    )
 
 
 def _eye(node: fx.Node) -> fx.Node:
