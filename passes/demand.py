@@ -8,6 +8,7 @@ is met:
 ``Compute``   run the op on operands of these placements
 ``ReadKeys``  a value of the stream is wanted along keys: compute the chunk's own rows, write them
               to a cache and read the range from it
+``Narrow``    give all positions along a dim, and take a range of them
 ``Attend``    fused attention of the chunk's queries to a range of keys
 ``Stencil``   a shift or a causal convolution of a window
 ``Scan``      a cumulative op, whose state is carried from chunk to chunk
@@ -43,6 +44,7 @@ __all__ = [
     "Compute",
     "Demands",
     "Input",
+    "Narrow",
     "NeededWhole",
     "ReadKeys",
     "Recipe",
@@ -155,7 +157,15 @@ class Scan:
     dim: int
 
 
-Recipe = Input | Compute | ReadKeys | Attend | Stencil | Scan
+@dataclass(frozen=True)
+class Narrow:
+    """Take ranges out of what the op gives for all positions along these dims."""
+
+    whole: Placement
+    spans: tuple[tuple[int, Span], ...]
+
+
+Recipe = Input | Compute | ReadKeys | Attend | Stencil | Scan | Narrow
 
 
 @dataclass
@@ -236,6 +246,8 @@ class _Pushing:
                 return []
             case ReadKeys(dim=dim):
                 return [(node, Chunk(dim))]
+            case Narrow(whole=whole):
+                return [(node, whole)]
             case _:
                 return list(recipe.operands)
 
@@ -276,7 +288,17 @@ class _Pushing:
             dim = node.args[1] % node.meta["val"].ndim
             if placement == Chunk(dim):
                 return Scan(((node.args[0], Chunk(dim)),), dim)
-        return Compute(tuple(zip(operands_of(node), self._operands(node, placement), strict=True)))
+        try:
+            operands = self._operands(node, placement)
+        except Unsplittable:
+            keys = tuple(i for i in placement.spans if i[1].kind is Kind.KEYS and not i[1].merged)
+            if not keys or not placement.has_rows:
+                raise
+            # The chunk's rows of an op that mixes what they are compared with (a selection of
+            # keys): for all positions there, of which a range is taken.
+            rest = tuple(item for item in placement.spans if item not in keys)
+            return Narrow(Placement(rest), keys)
+        return Compute(tuple(zip(operands_of(node), operands, strict=True)))
 
     def _operands(self, node: fx.Node, placement: Placement) -> tuple[Placement, ...]:
         facts, operands = self._facts, operands_of(node)

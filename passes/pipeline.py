@@ -28,7 +28,7 @@ from ..plan import Body, Options, Plan, Segment
 from .attend import Reads, attend
 from .check import check_plan
 from .cut import Cuts, Group, bytes_per_token, choose_cuts
-from .demand import AddedLater, Demands, Input, NeededWhole, ReadKeys, demand
+from .demand import AddedLater, Demands, Input, Narrow, NeededWhole, ReadKeys, demand
 from .facts import Facts, find_sequence, propagate
 from .lower import lower
 from .normalize import normalize, normalize_means
@@ -248,7 +248,7 @@ class _Planner:
     def _draw_once(self, demands: Demands, position: int, drawn: dict[fx.Node, int]) -> None:
         """A random op must not be run by two segments, or at two placements: they would differ."""
         for node, recipes in demands.recipes.items():
-            computed = [r for r in recipes.values() if not isinstance(r, (Input, ReadKeys))]
+            computed = [r for r in recipes.values() if not isinstance(r, (Input, Narrow, ReadKeys))]
             if not computed or not draws_random(node):
                 continue
             if len(computed) > 1 or drawn.setdefault(node, position) != position:

@@ -19,7 +19,7 @@ from torch import fx
 from .. import attention, primitives, stencil
 from ..placement import Kind, Placement, Span
 from ..plan import Body, BodyInput, BodyOutput, CacheSpec
-from .demand import Attend, Compute, Demands, Input, ReadKeys, Recipe, Scan, Stencil
+from .demand import Attend, Compute, Demands, Input, Narrow, ReadKeys, Recipe, Scan, Stencil
 from .facts import Facts
 from .lower import Region
 from .rules.registry import Unsplittable, arguments_of, rewrite_arguments
@@ -138,7 +138,7 @@ class _Writer:
     def write(self, demands: Demands, targets: dict[fx.Node, Placement]) -> SplitSegment:
         """Write every request, then close the graph."""
         requests = list(demands.items())
-        users = [r for _, _, r in requests if not isinstance(r, (Input, ReadKeys))]
+        users = [r for _, _, r in requests if not isinstance(r, (Input, ReadKeys, Narrow))]
         in_parts = {i for r in users if _takes_parts(r) for i in r.operands[1:3]}
         in_one = {i for r in users for i in r.operands if not _takes_parts(r)}
         self._wanted_in_parts = in_parts - in_one
@@ -152,6 +152,12 @@ class _Writer:
                     self._values[node, placement] = self._compute(node, placement, recipe)
                 case Attend():
                     self._values[node, placement] = self._attend(node, recipe)
+                case Narrow():
+                    value = self._values[node, recipe.whole]
+                    for dim, span in recipe.spans:
+                        first = self.first(span)
+                        value = self._call(aten.slice.Tensor, value, dim, first, self._end)
+                    self._values[node, placement] = value
                 case Stencil():
                     self._values[node, placement] = self._stencil(node, recipe)
                 case Scan():

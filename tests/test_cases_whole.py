@@ -29,7 +29,7 @@ class Mixed(nn.Module):
 def check(mixer, lengths=(13, 8, 4), streamed=False):
     pair = Pair(lambda: Mixed(mixer), step=probe.step, chunk_size=3, streamed=streamed)
     for length in lengths:
-        pair.check(*batches.with_labels(3, length), explain=streamed)
+        pair.check(*batches.with_labels(3, length), explain=streamed and length > 3)
 
 
 class Function(nn.Module):

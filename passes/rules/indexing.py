@@ -40,7 +40,9 @@ def index_select(self: Operand, dim: int) -> Rows:
 def gather(self: Operand, dim: int, index: Operand) -> Rows:
     for own in range(self.ndim):
         # a shorter index would reach only part of the dim: then chunks do not line up
-        if own != dim % self.ndim and self.shape[own] == index.shape[own]:
+        if own == dim % self.ndim:
+            yield Chunk(own), Whole, Chunk(own)
+        elif self.shape[own] == index.shape[own]:
             yield Chunk(own), Chunk(own), Chunk(own)
 
 
