@@ -28,11 +28,11 @@ from .rules.attention import SDPA
 from .rules.registry import arguments_of, operands_of, rows_of, sum_rows
 from .scans import SCANS
 
-__all__ = ["Reads", "attend"]
+__all__ = ["SOFTMAX", "Reads", "attend"]
 
 aten = torch.ops.aten
 
-_SOFTMAX = {aten.softmax.int, aten._softmax.default}
+SOFTMAX = {aten.softmax.int, aten._softmax.default}
 _CARRIED = {stencil.shift, stencil.causal_conv1d, *SCANS}
 # Ops that keep a zero a zero, whatever else they do.
 _KEEPS_ZERO = {
@@ -106,7 +106,7 @@ def attend(facts: Facts, examples: Sequence[Any] = ()) -> Reads:
             if facts.is_sequence(facts.shape(node.args[1])[-2]):
                 reads.mixers.append(node)
                 reads.fused[node] = _fused(facts, bands, node)
-        elif node.target in _SOFTMAX:
+        elif node.target in SOFTMAX:
             dim = node.args[1] % node.meta["val"].ndim
             if facts.is_sequence(facts.shape(node)[dim]):
                 reads.mixers.append(node)
