@@ -134,13 +134,18 @@ def find_sequence(lowered: Lowered, seq_dim: int | None) -> sympy.Symbol:
     }
     if not symbolic:
         raise _nothing_to_split(lowered, inputs, seq_dim)
+    longest: dict[sympy.Symbol, sympy.Expr] = {}  # of the inputs' dims that grow with a symbol
+    for size in (size for node in inputs for size in lowered.shape(node)):
+        for symbol in symbolic & size.free_symbols:
+            if (size - symbol).is_Integer:
+                longest[symbol] = max(size, longest.get(symbol, size), key=lambda e: e - symbol)
     votes: dict[sympy.Expr, int] = {}
     for node in lowered.graph.nodes:
         mixed = _mixed_size(node, lowered)
         near = [symbol for symbol in symbolic if (mixed - symbol).is_Integer] if mixed else []
         if near:
-            if mixed - near[0] > 0:  # a softmax over all positions and a sink
-                mixed = near[0]
+            if mixed - longest[near[0]] > 0:  # a softmax over all positions and a sink
+                mixed = longest[near[0]]
             votes[mixed] = votes.get(mixed, 0) + 1
     candidates = [size for size in votes if votes[size] == max(votes.values())]
     if seq_dim is None and len(candidates) == 1:
