@@ -46,7 +46,7 @@ def main() -> int:
             progress.update(task, advance=1, description=f"{found['type']}: {found['status']}")
     results = [json.loads(path_of(name).read_text()) for name in types if path_of(name).exists()]
     if not options.types:
-        write_report(results, ROOT / "docs" / "coverage.md")
+        write_report(results, len(types), ROOT / "docs" / "coverage.md")
     wrong = [found["type"] for found in results if found["status"] == "mismatch"]
     if wrong:
         print(f"not exact: {', '.join(wrong)}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,13 @@ seqsplit: the loss, the outputs and every gradient. *Exact* means a relative err
 """
 
 
-def write_report(results: list[dict[str, Any]], path: Path) -> None:
-    """Write the table and its summary."""
+def write_report(results: list[dict[str, Any]], num_types: int, path: Path) -> None:
+    """Write the table and its summary.
+
+    Args:
+        results: of the classes that were tried, out of ``num_types``.
+        path: of the page.
+    """
     import transformers
 
     from .child import LENGTH
@@ -26,7 +32,7 @@ def write_report(results: list[dict[str, Any]], path: Path) -> None:
     layers = [found for found in exact if found["layers_whole"] == 0]
     lines = [HEAD.format(version=transformers.__version__, length=LENGTH)]
     lines += [
-        f"- classes: {len(results)}; run in eager: {len(runs)}",
+        f"- classes tried: {len(results)} of {num_types}; run in eager: {len(runs)}",
         f"- exact: {len(exact)} of {len(runs)}",
         f"- every layer streamed: {len(layers)}; nothing whole at all: {len(streamed)}",
         f"- not exact: {sum(found['status'] == 'mismatch' for found in runs)}; "
@@ -35,10 +41,9 @@ def write_report(results: list[dict[str, Any]], path: Path) -> None:
         "What stands in the way, by the number of classes:",
         "",
     ]
-    reasons = Counter(
-        reason for found in exact for reason in {reason for _, reason in found["whole"]}
-    )
-    lines += [f"- {count} × {_plain(reason)}" for reason, count in reasons.most_common()]
+    # The last op of the graph to fail is found first: what it stands for fails with it.
+    reasons = Counter(_plain(found["whole"][0][1]) for found in exact if found["whole"])
+    lines += [f"- {count} × {reason}" for reason, count in reasons.most_common()]
     lines += ["", "| type | result | error | layers whole | bodies | left whole, or why not |"]
     lines += ["| --- | --- | --- | --- | --- | --- |"]
     lines += [_row(found) for found in results]
@@ -58,4 +63,5 @@ def _row(found: dict[str, Any]) -> str:
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())[:300]
+    text = re.sub(r"<function \S+?(\w+) at \w+>", r"\1", text)
+    return " ".join(text.replace("|", "\\|").split())[:200]

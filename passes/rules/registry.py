@@ -250,9 +250,10 @@ def pull(
 
 
 def _missing(node: fx.Node, rows: tuple[Row, ...], dim: int, span: Span) -> str:
+    name = node.target if isinstance(node.target, torch._ops.OpOverload) else node.target.__name__
     if not rows:
-        return f"no sequence rule for {node.target}"
-    return f"{node.target} mixes positions along dim {dim} ({span})"
+        return f"no sequence rule for {name}"
+    return f"{name} mixes positions along dim {dim} ({span})"
 
 
 def _asks(row: Row, dim: int, span: Span) -> tuple[Placement, ...] | None:
