@@ -19,21 +19,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import stencil
 from ..assumptions import Assumption
 from ..placement import Kind, Span
 from .bands import Band, Bands, Bias
 from .facts import Facts
-from .rules.attention import SDPA
+from .rules.attention import SDPA, SOFTMAX
 from .rules.registry import arguments_of, operands_of, rows_of, sum_rows
 from .scans import SCANS
+from .stencils import STENCILS
 
-__all__ = ["SOFTMAX", "Reads", "attend"]
+__all__ = ["Reads", "attend"]
 
 aten = torch.ops.aten
 
-SOFTMAX = {aten.softmax.int, aten._softmax.default}
-_CARRIED = {stencil.shift, stencil.causal_conv1d, *SCANS}
 # Ops that keep a zero a zero, whatever else they do.
 _KEEPS_ZERO = {
     aten.alias.default,
@@ -113,7 +111,7 @@ def attend(facts: Facts, examples: Sequence[Any] = ()) -> Reads:
                 read = _of_bias(bands.of(node.args[0]), dim)
                 if read.span is not None:
                     reads.zero_beyond[node] = {dim: read.span}
-        elif node.target in _CARRIED and node in facts.stream:
+        elif node.target in STENCILS | SCANS.keys() and node in facts.stream:
             reads.mixers.append(node)
             reads.light.add(node)
         else:

@@ -16,11 +16,11 @@ from torch._guards import detect_fake_mode
 from .. import primitives
 from ..placement import Kind, Placement
 from ..plan import Body, Plan
-from .attend import SOFTMAX
 from .cut import Cuts, summing_row
 from .demand import Compute, Demands
 from .facts import Facts
 from .lower import Lowered
+from .rules.attention import SOFTMAX
 from .rules.registry import pull
 from .stitch import Placed
 

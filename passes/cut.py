@@ -25,7 +25,8 @@ from torch import fx
 from ..placement import Chunk, Placement, Span, Sum
 from .attend import Reads
 from .facts import Facts
-from .rules.registry import operands_of, quotient, rows_of, sum_rows
+from .rules.registry import operands_of, rows_of, sum_rows
+from .sizes import quotient
 
 __all__ = ["Cuts", "Group", "choose_cuts"]
 
@@ -88,20 +89,18 @@ def choose_cuts(
 
     wanted: dict[fx.Node, int] = {}  # value -> the place before which it has to exist
     for node, user in forced.items():
-        if node in whole or node in tail:
-            continue
         wanted[node] = min(position[user], wanted.get(node, len(order)))
     for node in whole:
         for operand in operands_of(node):
-            if operand in facts.stream and operand not in whole and operand not in tail:
+            if operand in facts.stream:
                 wanted[operand] = min(position[node], wanted.get(operand, len(order)))
     for place in kept:
         for node in _alive(facts, order, last_use, place):
-            if node not in whole and node not in tail:
-                wanted[node] = min(place + 1, wanted.get(node, len(order)))
+            wanted[node] = min(place + 1, wanted.get(node, len(order)))
     for node in _ends(facts, order, tail):
-        if node not in whole and node not in tail:
-            wanted.setdefault(node, len(order))
+        wanted.setdefault(node, len(order))
+    # What the outer graph computes is no segment's to give.
+    wanted = {n: place for n, place in wanted.items() if n not in whole and n not in tail}
 
     places = sorted(set(wanted.values()))
     groups: dict[int, Group] = {}

@@ -28,15 +28,14 @@ import sympy
 import torch
 from torch import fx
 
-from .. import stencil
 from ..placement import Chunk, Kind, Placement, Span, Whole
 from .attend import Read, Reads
 from .cut import summing_row
 from .facts import Facts
-from .rules.attention import SDPA
+from .rules.attention import SDPA, SOFTMAX
 from .rules.registry import Unsplittable, arguments_of, contracted, operands_of, pull
 from .scans import SCANS
-from .stencils import reach_of, sequence_dim_of
+from .stencils import STENCILS, reach_of, sequence_dim_of
 
 __all__ = [
     "AddedLater",
@@ -278,7 +277,7 @@ class _Pushing:
                 return ReadKeys(dim, span)
         if node.target is SDPA and placement.has_rows:
             return self._attend(node, placement)
-        if node.target in (stencil.shift, stencil.causal_conv1d):
+        if node.target in STENCILS:
             dim = sequence_dim_of(node)
             if placement == Chunk(dim):
                 window = Placement(((dim, Span(Kind.KEYS, reach_of(node) + 1)),))
@@ -311,7 +310,7 @@ class _Pushing:
             return (Whole,) * len(operands)
         masked = self._reads.zero_beyond.get(node, {})
         asked, beyond = placement, Whole
-        if node.target in (aten.softmax.int, aten._softmax.default):
+        if node.target in SOFTMAX:
             inside = {d: s for d, s in placement.spans if masked.get(d) == s}
             beyond = Placement(tuple(inside.items()))
             asked = Placement(tuple(i for i in placement.spans if i[0] not in inside))

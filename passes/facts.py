@@ -24,6 +24,7 @@ from torch import fx
 
 from ..errors import InvalidOptionError, format_message
 from .lower import Lowered
+from .rules.attention import SDPA, SOFTMAX
 from .rules.registry import arguments_of, operands_of
 
 __all__ = ["Facts", "NothingToSplit", "find_sequence", "propagate"]
@@ -198,9 +199,9 @@ def _as_symbol(lowered: Lowered, size: sympy.Expr) -> sympy.Symbol:
 
 def _mixed_size(node: fx.Node, lowered: Lowered) -> sympy.Expr | None:
     """The size of the dim whose positions a node mixes by attention."""
-    if node.target is aten.scaled_dot_product_attention.default:
+    if node.target is SDPA:
         return lowered.shape(node.args[1])[-2]
-    if node.target in (aten.softmax.int, aten._softmax.default):
+    if node.target in SOFTMAX:
         return lowered.shape(node)[node.args[1]]
     return None
 

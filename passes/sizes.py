@@ -12,7 +12,7 @@ from torch import fx
 
 from .lower import Lowered, Region
 
-__all__ = ["SizeWriter", "express_sizes", "symbol_source", "write_expression"]
+__all__ = ["SizeWriter", "express_sizes", "quotient", "symbol_source", "write_expression"]
 
 aten = torch.ops.aten
 
@@ -66,6 +66,14 @@ def symbol_source(lowered: Lowered, symbol: sympy.Symbol) -> tuple[fx.Node, int 
                 if (size - symbol).is_Integer:
                     return node, dim, int(size - symbol)
     raise ValueError(f"no input has the size {symbol}")
+
+
+def quotient(whole: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
+    """``whole / part`` where that is a product of sizes again."""
+    ratio = sympy.cancel(whole / part)
+    if ratio.is_integer is False or sympy.fraction(ratio)[1] != 1:
+        return None
+    return ratio
 
 
 class SizeWriter:

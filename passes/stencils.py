@@ -18,12 +18,12 @@ from .. import stencil
 from .facts import Facts
 from .rules.registry import arguments_of
 
-__all__ = ["normalize_stencils", "reach_of", "sequence_dim_of"]
+__all__ = ["STENCILS", "normalize_stencils", "reach_of", "sequence_dim_of"]
 
 aten = torch.ops.aten
 
+STENCILS = {stencil.shift, stencil.causal_conv1d}
 _PADS = {aten.pad.default, aten.constant_pad_nd.default}
-_TO_THE_END = 2**63 - 1
 
 
 def normalize_stencils(facts: Facts) -> bool:

@@ -175,7 +175,7 @@ class Validator:
             shape = [self._number(size) for size in facts.shape(node)]
             if held.is_floating_point() or held.is_complex():
                 value = self._normal(shape, like=held)
-                value = value.abs() if positive else value
+                value = value.abs() if positive and not held.is_complex() else value
         if value is None:
             with torch.no_grad():
                 value = facts_value = self._evaluate(node, self._values)

@@ -13,6 +13,7 @@ from .registry import Operand, rule
 aten = torch.ops.aten
 
 SDPA = aten.scaled_dot_product_attention.default
+SOFTMAX = {aten.softmax.int, aten._softmax.default}
 
 
 @rule(SDPA)

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ...placement import Chunk, Placement, Whole
 from ..double import double_call
+from ..sizes import quotient
 
 __all__ = ["probe"]
 
@@ -81,8 +82,8 @@ def _ways(size: sympy.Expr) -> list[tuple[sympy.Symbol, tuple[sympy.Expr, sympy.
     """The symbols that a dim may be split along, each with the factors around it."""
     found = []
     for symbol in sorted(size.free_symbols, key=str):
-        rest = sympy.cancel(size / symbol)
-        if symbol in rest.free_symbols or sympy.fraction(rest)[1] != 1:
+        rest = quotient(size, symbol)
+        if rest is None or symbol in rest.free_symbols:
             continue
         found.append((symbol, (rest, sympy.S.One)))
         if rest != 1:
@@ -101,13 +102,13 @@ def _lined_up(
     if not places:
         return Whole
     outer, inner = factors
-    rest = sympy.cancel(dims[places[0]] / symbol)
-    if len(places) > 1 or sympy.fraction(rest)[1] != 1 or symbol in rest.free_symbols:
+    rest = quotient(dims[places[0]], symbol)
+    if len(places) > 1 or rest is None or symbol in rest.free_symbols:
         return None
     if rest == 1:
         return Chunk(places[0])
-    more = sympy.cancel(rest / (outer * inner))
-    if sympy.fraction(more)[1] != 1 or more.free_symbols:
+    more = quotient(rest, outer * inner)
+    if more is None or more.free_symbols:
         return None
     return Chunk(places[0], outer, inner * more)
 

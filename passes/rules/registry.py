@@ -36,6 +36,7 @@ import torch
 from torch import fx
 
 from ...placement import Placement, Span, Sum, Whole
+from ..sizes import quotient
 from .probe import probe
 
 __all__ = [
@@ -44,7 +45,6 @@ __all__ = [
     "Unsplittable",
     "operands_of",
     "pull",
-    "quotient",
     "rewrite_arguments",
     "rows_of",
     "rule",
@@ -277,14 +277,6 @@ def _asks(row: Row, dim: int, span: Span) -> tuple[Placement, ...] | None:
         )
         for operand in row.operands
     )
-
-
-def quotient(whole: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
-    """``whole / part`` where that is a product of sizes again."""
-    ratio = sympy.cancel(whole / part)
-    if ratio.is_integer is False or sympy.fraction(ratio)[1] != 1:
-        return None
-    return ratio
 
 
 def sum_rows(

@@ -19,7 +19,8 @@ import sympy
 import torch
 
 from ...placement import Chunk, Placement, Whole
-from .registry import Operand, quotient, rule
+from ..sizes import quotient
+from .registry import Operand, rule
 
 aten = torch.ops.aten
 
