@@ -255,10 +255,8 @@ class _Planner:
                 raise NeededWhole(node, node.next)
 
     def _deferrable(self, group: Group) -> list[fx.Node]:
-        """Wide outputs beside a loss (logits): most callers never look at them."""
+        """Wide outputs (logits): most callers never look at them, or at little of them."""
         facts = self._facts
-        if not any(placement.partial for placement in group.values.values()):
-            return []
         kept = [n for n in facts.outer | facts.stream if n in facts.features]
         narrow = max((bytes_per_token(facts, n) for n in kept), default=0.0)
         return [

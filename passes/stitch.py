@@ -107,12 +107,24 @@ class _Stitching:
             if item.deferred:
                 (value,) = item.values
                 shape = [self._expression(size) for size in self._facts.shape(value)]
-                args = (segment, shape, value.meta["val"].dtype, length, sizes, operands)
+                dims = self._size_dims(item, value)
+                args = (segment, shape, value.meta["val"].dtype, length, sizes, operands, dims)
                 self._new[value] = self._graph.call_function(self._defer, args)
                 continue
             call = self._graph.call_function(self._run, (segment, length, sizes, operands))
             for slot, value in enumerate(item.values):
                 self._new[value] = self._graph.call_function(operator.getitem, (call, slot))
+
+    def _size_dims(self, item: Placed, value: fx.Node) -> tuple[int, ...] | None:
+        """For each size of the body, which of the value's dims it is the size of."""
+        shape, body = self._facts.shape(value), item.split.body
+        specs = [(spec.placement, spec.surplus) for spec in (*body.inputs, *body.outputs)]
+        if any(surplus for _, surplus in specs) or any(p.has_keys for p, _ in specs):
+            return None
+        lead = shape[: body.outputs[0].placement.rows_dim]
+        if any(symbol not in lead for symbol in item.split.sizes):
+            return None
+        return tuple(lead.index(symbol) for symbol in item.split.sizes)
 
     def _copy(self, node: fx.Node) -> None:
         """Copy an outer op, under the contexts it was traced under."""

@@ -18,7 +18,7 @@ import torch.fx.experimental._config as symbolic_shapes_config
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 
-from .deferred import DeferredTensor
+from .deferred import defer
 from .errors import (
     CaptureError,
     InvalidOptionError,
@@ -28,7 +28,7 @@ from .errors import (
     format_message,
 )
 from .passes import Executor, NothingToSplit, build_plan
-from .plan import Options, Plan, Segment
+from .plan import Options, Plan
 from .runtime import run_segment
 
 __all__ = ["Handle", "Run", "compile", "disable", "handle_for", "handle_of", "modules_of"]
@@ -206,7 +206,7 @@ class Handle:
 
     def _backend(self, captured: torch.fx.GraphModule, examples: list[Any]) -> Callable:
         try:
-            plan = build_plan(captured, examples, self.options, Executor(run_segment, _defer))
+            plan = build_plan(captured, examples, self.options, Executor(run_segment, defer))
         except NothingToSplit as error:
             return self._whole(captured, Run(str(error), no_sequence=error.no_sequence))
         except CaptureError as error:
@@ -245,18 +245,6 @@ class Handle:
             return captured(*inputs)
 
         return run_whole
-
-
-def _defer(
-    segment: Segment,
-    shape: list[int],
-    dtype: torch.dtype,
-    length: int,
-    sizes: tuple,
-    operands: tuple,
-) -> DeferredTensor:
-    like = torch.empty(shape, dtype=dtype, device="meta")
-    return DeferredTensor(like, lambda: run_segment(segment, length, sizes, operands)[0], operands)
 
 
 def _user_line(error: Unsupported | UserError) -> str | None:

@@ -10,6 +10,7 @@ __all__ = [
     "CaptureError",
     "DoubleBackwardError",
     "InvalidOptionError",
+    "MaterializedWarning",
     "NoRuleError",
     "NotStreamedError",
     "SeqsplitError",
@@ -40,6 +41,10 @@ class InvalidOptionError(SeqsplitError, ValueError):
 
 class UnfinishedPlanWarning(UserWarning):
     """Seqsplit itself failed on a captured graph, which then runs as it is."""
+
+
+class MaterializedWarning(UserWarning):
+    """A deferred tensor (logits, usually) had to be computed as a whole."""
 
 
 class CaptureError(SeqsplitError):

@@ -7,7 +7,7 @@ share one body.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,13 @@ class Options:
     seq_dim: int | None = None
     strict: bool = False
     validate: bool = True
+
+    @staticmethod
+    def automatic_rows(width: int) -> int:
+        """Rows per chunk that keep a value of ``width`` elements per row within some ten million
+        elements."""
+        rows = _CHUNK_ELEMENTS // max(width, 1)
+        return max(_MIN_ROWS, min(_MAX_ROWS, rows // _ROW_STEP * _ROW_STEP))
 
 
 @dataclass(frozen=True)
@@ -101,8 +108,8 @@ class Body:
         fingerprint: equal for bodies of equal structure.
     """
 
-    module: fx.GraphModule
-    fill: fx.GraphModule | None
+    module: Callable
+    fill: Callable | None
     inputs: tuple[BodyInput, ...]
     outputs: tuple[BodyOutput, ...]
     caches: tuple[CacheSpec, ...]
@@ -136,13 +143,8 @@ class Segment:
         options = self.options
         asked = options.head_chunk_size if self.body.is_head else options.chunk_size
         if asked is None and self.body.is_head and options.chunk_size is not None:
-            asked = min(options.chunk_size, self._automatic_rows())
-        return min(asked or self._automatic_rows(), max(length, 1))
-
-    def _automatic_rows(self) -> int:
-        """As many as keep the widest value of a chunk within some ten million elements."""
-        rows = _CHUNK_ELEMENTS // max(self.width, 1)
-        return max(_MIN_ROWS, min(_MAX_ROWS, rows // _ROW_STEP * _ROW_STEP))
+            asked = min(options.chunk_size, options.automatic_rows(self.width))
+        return min(asked or options.automatic_rows(self.width), max(length, 1))
 
 
 @dataclass(eq=False)

@@ -9,14 +9,14 @@ the forward instead, so that logits are computed once; the backward only scales 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .autocast import Autocast
 from .errors import DoubleBackwardError, format_message
 from .placement import Kind, Placement, Span
 from .plan import BodyInput, BodyOutput, Segment
@@ -47,7 +47,7 @@ def run_segment(
     """
     if bounds is None:
         bounds = chunk_bounds(length, segment.chunk_rows(length))
-    run = _Run(segment, length, tuple(sizes), tuple(bounds), Replay(), _Autocast.current())
+    run = _Run(segment, length, tuple(sizes), tuple(bounds), Replay(), Autocast.current())
     return _SegmentFunction.apply(run, *operands)
 
 
@@ -65,7 +65,7 @@ class _Run:
     sizes: tuple[int, ...]
     bounds: tuple[int, ...]
     replay: Replay
-    autocast: _Autocast
+    autocast: Autocast
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
@@ -386,37 +386,6 @@ def _factors(span: Span, length: int) -> tuple[int, ...]:
 
 def _first(span: Span, start: int) -> int:
     return start if span.kind is Kind.ROWS else keys_start(start, span.window)
-
-
-@dataclass(frozen=True)
-class _Autocast:
-    """The autocast state around a call: ``(device type, enabled, dtype)`` and the cache."""
-
-    states: tuple[tuple[str, bool, torch.dtype], ...]
-    cache_enabled: bool
-
-    @staticmethod
-    def current() -> _Autocast:
-        devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-        return _Autocast(
-            tuple(
-                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-                for device in devices
-            ),
-            torch.is_autocast_cache_enabled(),
-        )
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """The same state again: a backward usually runs outside the user's ``with autocast``."""
-        with contextlib.ExitStack() as stack:
-            for device, enabled, dtype in self.states:
-                stack.enter_context(
-                    torch.autocast(
-                        device, dtype=dtype, enabled=enabled, cache_enabled=self.cache_enabled
-                    )
-                )
-            yield
 
 
 class _Refuse(torch.autograd.Function):

@@ -1,0 +1,42 @@
+"""The autocast state of a call, to be restored where the call is made again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Autocast"]
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The autocast state around a call: ``(device type, enabled, dtype)`` and the cache."""
+
+    states: tuple[tuple[str, bool, torch.dtype], ...]
+    cache_enabled: bool
+
+    @staticmethod
+    def current() -> Autocast:
+        devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+        return Autocast(
+            tuple(
+                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+                for device in devices
+            ),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """The same state again: a backward usually runs outside the user's ``with autocast``."""
+        with contextlib.ExitStack() as stack:
+            for device, enabled, dtype in self.states:
+                stack.enter_context(
+                    torch.autocast(
+                        device, dtype=dtype, enabled=enabled, cache_enabled=self.cache_enabled
+                    )
+                )
+            yield

@@ -1,0 +1,161 @@
+"""Compute deferred values, chunk by chunk, several of them at once.
+
+An expression is row-wise, so it is a chunk body as it stands. It runs through the same loop as the
+segments of a plan: in the forward the rows of a chunk are computed and forgotten, in the backward
+they are computed again, and a total takes its gradients in the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import StaleLogitsError, format_message
+from ..placement import Chunk, Placement, Sum
+from ..plan import Body, BodyInput, BodyOutput, Options, Segment
+from ..runtime import chunk_bounds, run_segment
+from .expression import Node, Operand, Operation, Source
+
+__all__ = ["check_version", "compute", "compute_total", "fits_one_chunk"]
+
+
+def compute(nodes: Sequence[Node], options: Options) -> None:
+    """Compute nodes over the same rows; each then holds its rows, differentiable.
+
+    Raises:
+        StaleLogitsError: a tensor they depend on has changed since they were recorded.
+    """
+    program = _Program(nodes, total=False)
+    specs = [BodyOutput(Chunk(0), needs_grad=node.requires_grad) for node in nodes]
+    for node, rows in zip(nodes, _run(program, specs, options)):
+        node.keep(rows)
+
+
+def compute_total(node: Node, options: Options) -> Tensor:
+    """The sum of everything in a node, in the dtype in which sums are accumulated."""
+    program = _Program([node], total=True)
+    (total,) = _run(program, [BodyOutput(Sum, needs_grad=node.requires_grad, scalar=True)], options)
+    return total
+
+
+def fits_one_chunk(node: Node, options: Options) -> bool:
+    """Whether a node has no more rows than one chunk."""
+    return node.num_rows <= _chunk_rows(node.width, options)
+
+
+def _chunk_rows(width: int, options: Options) -> int:
+    return options.head_chunk_size or options.automatic_rows(width)
+
+
+def _run(program: _Program, specs: list[BodyOutput], options: Options) -> tuple[Tensor, ...]:
+    body = Body(program, None, tuple(program.inputs), tuple(specs), (), 0, "")
+    segment = Segment(body, "values computed from the logits", options, program.width)
+    bounds = chunk_bounds(program.num_rows, _chunk_rows(program.width, options))
+    with torch.set_grad_enabled(any(spec.needs_grad for spec in specs)):
+        return run_segment(segment, program.num_rows, (), program.operands(), bounds)
+
+
+class _Program:
+    """Nodes as the code of a chunk body. Equal parts are computed once."""
+
+    def __init__(self, nodes: Sequence[Node], *, total: bool) -> None:
+        self.num_rows = nodes[0].num_rows
+        self.inputs: list[BodyInput] = []
+        self.width = 1
+        self._total = total
+        self._sources: list[Source] = []
+        self._constants: dict[int, Tensor] = {}
+        self._steps: list[tuple[Operation, list[tuple[str, Any]]]] = []
+        self._numbers: dict[Any, int] = {}
+        self._places: dict[Node, tuple[str, Any]] = {}
+        self._results = [self._place(node) for node in nodes]
+        order = [Chunk(0)] * len(self._sources) + [Placement()] * len(self._constants)
+        self.inputs = [BodyInput(index, placement) for index, placement in enumerate(order)]
+
+    def operands(self) -> list[Tensor]:
+        return [*(source.rows() for source in self._sources), *self._constants.values()]
+
+    def __call__(self, start: int, end: int, length: int, *inputs: Any) -> tuple[Tensor, ...]:
+        *inputs, _replay = inputs
+        rows = inputs[: len(self._sources)]
+        constants = dict(zip(self._constants, inputs[len(self._sources) :]))
+        done: list[list[Tensor]] = []
+
+        def look_up(place: tuple[str, Any]) -> Any:
+            kind, which = place
+            if kind == "source":
+                return rows[which]
+            if kind == "constant":
+                return constants[which]
+            return done[which[0]][which[1]] if kind == "step" else which
+
+        for operation, leaves in self._steps:
+            done.append(operation.run([look_up(leaf) for leaf in leaves], end - start))
+        results = [look_up(place) for place in self._results]
+        if self._total:
+            wide = torch.promote_types(results[0].dtype, torch.float32)
+            results = [results[0].to(wide).sum()]
+        return tuple(results)
+
+    def _place(self, node: Node) -> tuple[str, Any]:
+        """Where a node's rows are to be found when the code runs."""
+        if node not in self._places:
+            self._places[node] = self._new_place(node)
+            self.width = max(self.width, node.width)
+        return self._places[node]
+
+    def _new_place(self, node: Node) -> tuple[str, Any]:
+        computed = node.computed
+        if isinstance(node, Source) or computed is not None:
+            source = node if isinstance(node, Source) else Source(computed)
+            source.rows()  # those of a value that has to be computed whole, too
+            check_version(source.base, source.version)
+            for index, other in enumerate(self._sources):
+                if source.same_rows(other):
+                    return "source", index
+            self._sources.append(source)
+            return "source", len(self._sources) - 1
+        return "step", (self._step(node.operation), node.slot)
+
+    def _step(self, operation: Operation) -> int:
+        leaves = [self._leaf(leaf, operation) for leaf in operation.leaves]
+        layouts = tuple(
+            (operand.layout.axes, len(operand.layout.lead)) for operand in operation.operands
+        )
+        key = (
+            operation.function,
+            operation.structure,
+            operation.recorded,
+            operation.autocast,
+            layouts,
+            tuple((kind, repr(which)) for kind, which in leaves),
+        )
+        if key not in self._numbers:
+            self._numbers[key] = len(self._steps)
+            self._steps.append((operation, leaves))
+        return self._numbers[key]
+
+    def _leaf(self, leaf: Any, operation: Operation) -> tuple[str, Any]:
+        if isinstance(leaf, Operand):
+            return self._place(leaf.node)
+        if isinstance(leaf, Tensor):
+            check_version(leaf, operation.versions[id(leaf)])
+            self._constants[id(leaf)] = leaf
+            return "constant", id(leaf)
+        return "plain", leaf
+
+
+def check_version(tensor: Tensor, version: int) -> None:
+    """Refuse to compute with a tensor that was written to since it was recorded."""
+    if tensor._version != version:
+        raise StaleLogitsError(
+            format_message(
+                "deferred values were looked at too late",
+                why=f"they are computed at first use, and a tensor of shape {list(tensor.shape)} "
+                "that they depend on has changed since",
+                fix="use them (or call .materialize() on them) before the optimizer steps",
+            )
+        )

@@ -1,0 +1,322 @@
+"""Expressions that are computed row by row: one row per token.
+
+A deferred value is a tree of calls over *sources*: tensors that exist, with one row for each of
+the value's tokens (the hidden states, labels, a mask). The dims of the tokens are a single one
+here, ``N`` rows; whether a caller sees them as ``[B, T, V]`` or as ``[B * T, V]`` is its layout.
+Choosing rows of an expression (a slice, a mask, one sequence of the batch) chooses the rows of its
+sources, so that nothing wide is ever cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..autocast import Autocast
+
+__all__ = ["Layout", "Node", "Operand", "Operation", "Source", "Value", "concatenate", "select"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How rows lie in a tensor.
+
+    Attributes:
+        lead: the sizes of the tokens' dims.
+        axes: which dims of the tensor these are.
+    """
+
+    lead: tuple[int, ...]
+    axes: tuple[int, ...]
+
+    @staticmethod
+    def leading(lead: Sequence[int]) -> Layout:
+        """Tokens first, features behind them."""
+        return Layout(tuple(lead), tuple(range(len(lead))))
+
+    @property
+    def is_leading(self) -> bool:
+        return self.axes == tuple(range(len(self.axes)))
+
+    @property
+    def num_rows(self) -> int:
+        return torch.Size(self.lead).numel()
+
+    def holding(self, num_rows: int) -> Layout:
+        """As many dims, for another number of rows."""
+        return Layout((1,) * (len(self.lead) - 1) + (num_rows,), self.axes)
+
+    def arrange(self, rows: Tensor) -> Tensor:
+        """``[N, *features]`` as a tensor of this layout."""
+        value = rows.reshape(self.lead + rows.shape[1:])
+        return value if self.is_leading else value.movedim(list(range(len(self.axes))), self.axes)
+
+    def rows_of(self, value: Tensor) -> Tensor:
+        """The inverse of :meth:`arrange`."""
+        if not self.is_leading:
+            value = value.movedim(self.axes, list(range(len(self.axes))))
+        return value.reshape((self.num_rows, *value.shape[len(self.axes) :]))
+
+    def shape(self, features: Sequence[int]) -> tuple[int, ...]:
+        """The sizes of a tensor of this layout."""
+        places, rest = dict(zip(self.axes, self.lead)), iter(features)
+        return tuple(
+            places[dim] if dim in places else next(rest)
+            for dim in range(len(self.lead) + len(features))
+        )
+
+
+class Node:
+    """A value with ``num_rows`` rows of ``features``.
+
+    Attributes:
+        leaves: the tensors that need a gradient and that it is computed from.
+    """
+
+    num_rows: int
+    features: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    leaves: tuple[Tensor, ...] = ()
+    _rows: Tensor | None = None
+    _version: int = 0
+
+    @property
+    def computed(self) -> Tensor | None:
+        """Its rows if they have been computed and nobody wrote to them since."""
+        if self._rows is None or self._rows._version != self._version:
+            return None
+        return self._rows
+
+    def keep(self, rows: Tensor) -> None:
+        """Its rows, which are computed now."""
+        self._rows, self._version = rows, rows._version
+
+    @property
+    def width(self) -> int:
+        """Elements per row."""
+        return torch.Size(self.features).numel()
+
+
+class Source(Node):
+    """Rows of a tensor that exists.
+
+    Args:
+        base: ``[M, *features]``.
+        index: which of its rows, an integer tensor ``[N]``; all of them if ``None``.
+    """
+
+    def __init__(self, base: Tensor, index: Tensor | None = None, version: int | None = None):
+        self.base, self.index = base, index
+        self.version = base._version if version is None else version
+        self.num_rows = len(base) if index is None else len(index)
+        self.features = tuple(base.shape[1:])
+        self.dtype, self.device, self.requires_grad = base.dtype, base.device, base.requires_grad
+        self.leaves = (base,) if base.requires_grad else ()
+
+    def rows(self) -> Tensor:
+        """The rows themselves: a view where they lie side by side."""
+        if self.index is None:
+            return self.base
+        first = int(self.index[0]) if len(self.index) else 0
+        if torch.equal(self.index, first + torch.arange(len(self.index))):
+            return self.base[first : first + len(self.index)]
+        return self.base[self.index.to(self.base.device)]
+
+    def same_rows(self, other: Source) -> bool:
+        if self.base is not other.base or self.num_rows != other.num_rows:
+            return False
+        if self.index is None or other.index is None:
+            return self.index is other.index
+        return torch.equal(self.index, other.index)
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """An argument of a call: a node as the caller saw it."""
+
+    node: Node
+    layout: Layout
+
+
+class Operation:
+    """A call, one row of whose results depends on one row of its operands.
+
+    Args:
+        function: what was called.
+        leaves, structure: its arguments, flattened; operands stand for nodes, tensors among them
+            are whole (weights, constants).
+        results: layout, features and dtype of each tensor it gives.
+        recorded: whether gradients were being recorded.
+        autocast: as it was around the call.
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        leaves: Sequence[Any],
+        structure: pytree.TreeSpec,
+        results: Sequence[tuple[Layout, tuple[int, ...], torch.dtype]],
+        recorded: bool,
+        autocast: Autocast,
+    ) -> None:
+        self.function, self.leaves, self.structure = function, list(leaves), structure
+        self.results, self.recorded, self.autocast = list(results), recorded, autocast
+        self.versions = {id(tensor): tensor._version for tensor in self.constants}
+
+    @property
+    def operands(self) -> Iterator[Operand]:
+        return (leaf for leaf in self.leaves if isinstance(leaf, Operand))
+
+    @property
+    def constants(self) -> Iterator[Tensor]:
+        return (leaf for leaf in self.leaves if isinstance(leaf, Tensor))
+
+    def on(self, leaves: Sequence[Any]) -> Operation:
+        """The same call with other arguments."""
+        other = Operation(
+            self.function, leaves, self.structure, self.results, self.recorded, self.autocast
+        )
+        other.versions = self.versions
+        return other
+
+    def run(self, leaves: Sequence[Any], num_rows: int) -> list[Tensor]:
+        """The rows of its results.
+
+        Args:
+            leaves: the arguments, with rows ``[num_rows, *features]`` in place of operands.
+        """
+        arguments = [
+            kept.layout.holding(num_rows).arrange(leaf) if isinstance(kept, Operand) else leaf
+            for kept, leaf in zip(self.leaves, leaves)
+        ]
+        args, kwargs = pytree.tree_unflatten(arguments, self.structure)
+        recording = self.recorded and torch.is_grad_enabled()
+        same = self.autocast == Autocast.current()
+        context = contextlib.nullcontext() if same else self.autocast.restored()
+        with context, torch.set_grad_enabled(recording):
+            values = pytree.tree_leaves(self.function(*args, **kwargs))
+        return [
+            layout.holding(num_rows).rows_of(value)
+            for value, (layout, *_) in zip(values, self.results)
+        ]
+
+
+class Value(Node):
+    """One result of an operation."""
+
+    def __init__(self, operation: Operation, slot: int) -> None:
+        self.operation, self.slot = operation, slot
+        operands = list(operation.operands)
+        self.num_rows, self.device = operands[0].node.num_rows, operands[0].node.device
+        _, self.features, self.dtype = operation.results[slot]
+        inputs = [*(operand.node for operand in operands), *operation.constants]
+        self.requires_grad = (
+            operation.recorded
+            and (self.dtype.is_floating_point or self.dtype.is_complex)
+            and any(value.requires_grad for value in inputs)
+        )
+        if self.requires_grad:
+            weights = (tensor for tensor in operation.constants if tensor.requires_grad)
+            below = (leaf for operand in operands for leaf in operand.node.leaves)
+            self.leaves = tuple({id(leaf): leaf for leaf in (*below, *weights)}.values())
+
+
+def select(node: Node, index: Tensor, memo: dict[Any, Any] | None = None) -> Node:
+    """The expression for the rows ``index`` of ``node``."""
+    memo = {} if memo is None else memo
+    if node not in memo:
+        if isinstance(node, Source):
+            chosen = index if node.index is None else node.index[index]
+            memo[node] = Source(node.base, chosen, node.version)
+        else:
+            operation = node.operation
+            if operation not in memo:
+                memo[operation] = operation.on(
+                    [
+                        Operand(select(leaf.node, index, memo), leaf.layout)
+                        if isinstance(leaf, Operand)
+                        else leaf
+                        for leaf in operation.leaves
+                    ]
+                )
+            memo[node] = Value(memo[operation], node.slot)
+    return memo[node]
+
+
+def concatenate(nodes: Sequence[Node], memo: dict[Any, Any] | None = None) -> Node | None:
+    """The expression whose rows are those of all ``nodes``; ``None`` if they differ in more than
+    their rows."""
+    memo = {} if memo is None else memo
+    key = tuple(id(node) for node in nodes)
+    if key not in memo:
+        memo[key] = (_concatenate(nodes, memo), nodes)  # the nodes live as long as their ids
+    return memo[key][0]
+
+
+def _concatenate(nodes: Sequence[Node], memo: dict[Any, Any]) -> Node | None:
+    first = nodes[0]
+    if any(type(node) is not type(first) or node.features != first.features for node in nodes):
+        return None
+    if isinstance(first, Source):
+        return _concatenate_sources(nodes)
+    if any(node.slot != first.slot for node in nodes):
+        return None
+    operations = [node.operation for node in nodes]
+    key = tuple(id(operation) for operation in operations)
+    if key not in memo:
+        memo[key] = (_concatenate_operations(operations, memo), operations)
+    joined = memo[key][0]
+    return None if joined is None else Value(joined, first.slot)
+
+
+def _concatenate_operations(
+    operations: Sequence[Operation], memo: dict[Any, Any]
+) -> Operation | None:
+    first = operations[0]
+    for operation in operations:
+        if (
+            operation.function is not first.function
+            or operation.structure != first.structure
+            or operation.recorded != first.recorded
+            or operation.autocast != first.autocast
+        ):
+            return None
+    leaves = []
+    for column in zip(*(operation.leaves for operation in operations)):
+        kept = column[0]
+        if any(type(leaf) is not type(kept) for leaf in column):
+            return None
+        if isinstance(kept, Operand):
+            if any(leaf.layout.axes != kept.layout.axes for leaf in column):
+                return None
+            node = concatenate([leaf.node for leaf in column], memo)
+            if node is None:
+                return None
+            leaves.append(Operand(node, kept.layout))
+        elif isinstance(kept, Tensor):
+            if any(leaf is not kept for leaf in column):
+                return None
+            leaves.append(kept)
+        elif any(leaf != kept for leaf in column):
+            return None
+        else:
+            leaves.append(kept)
+    return first.on(leaves)
+
+
+def _concatenate_sources(sources: Sequence[Source]) -> Source:
+    base = sources[0].base
+    if any(source.base is not base for source in sources):
+        return Source(torch.cat([source.rows() for source in sources]))
+    every = torch.arange(len(base))
+    index = torch.cat([every if s.index is None else s.index for s in sources])
+    whole = index.shape == every.shape and torch.equal(index, every)
+    return Source(base, None if whole else index, sources[0].version)

@@ -1,0 +1,322 @@
+"""Is a call row-wise? Found by executing it.
+
+A call on a deferred value stays deferred if one row of its result depends on one row of its
+operands. Nothing is known of the functions beforehand: the call is run on six random rows, laid
+out as ``[2, 3]`` tokens, as ``[1, 6]``, and as six calls on one row each, in float64. If all agree
+it is row-wise. What is found is kept for calls of the same kind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..autocast import Autocast
+from .expression import Layout, Node, Operand, Operation, Source, Value
+
+__all__ = ["apply"]
+
+_ROWS = 6
+_DRAWS = 2
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """How a row-wise call reads its arguments, and what it gives.
+
+    Attributes:
+        choice: for each argument, which of its readings is right.
+        results: axes, features and dtype of each result.
+        structure: of what the call returns.
+    """
+
+    choice: tuple[int, ...]
+    results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    structure: pytree.TreeSpec
+
+
+_findings: dict[Any, _Finding | None] = {}
+
+
+def apply(
+    function: Callable,
+    leaves: Sequence[Any],
+    structure: pytree.TreeSpec,
+    *,
+    exact: bool = True,
+) -> tuple[Operation, pytree.TreeSpec] | None:
+    """The operation for a call, with the structure of its results; ``None`` if it is not row-wise.
+
+    Args:
+        function: what is called.
+        leaves, structure: its arguments, flattened, with :class:`Operand` for deferred values.
+        exact: try it in float64. Weights are large, and a rounding error tells a wrong row as
+            well: a call with weights is tried in their own dtype.
+    """
+    operands = _of_one_lead(leaves)
+    if operands is None:
+        return None
+    leaves = operands
+    main = next(leaf for leaf in leaves if isinstance(leaf, Operand))
+    readings = [list(_readings(leaf, main)) for leaf in leaves]
+    autocast = Autocast.current()
+    key = (function, structure, autocast, tuple(map(_describe, readings)))
+    if key not in _findings:
+        _findings[key] = _find(function, readings, structure, main, exact)
+    found = _findings[key]
+    if found is None:
+        return None
+    chosen = [options[index] for options, index in zip(readings, found.choice)]
+    lead = main.layout.lead
+    results = [(Layout(lead, axes), features, dtype) for axes, features, dtype in found.results]
+    recorded = torch.is_grad_enabled()
+    return Operation(function, chosen, structure, results, recorded, autocast), found.structure
+
+
+def _of_one_lead(leaves: Sequence[Any]) -> list[Any] | None:
+    """The arguments with all deferred ones over the same tokens' dims.
+
+    ``[B, T, 1]`` may be three dims of tokens in one value and two in another.
+    """
+    operands = [leaf for leaf in leaves if isinstance(leaf, Operand)]
+    lead = min((operand.layout.lead for operand in operands), key=len)
+    if any(operand.node.num_rows != operands[0].node.num_rows for operand in operands):
+        return None
+    if not operands[0].node.num_rows:
+        return None
+    result: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Operand) and leaf.layout.lead != lead:
+            surplus = leaf.layout.lead[len(lead) :]
+            if leaf.layout.lead != lead + surplus or not leaf.layout.is_leading:
+                return None
+            leaf = Operand(_widened(leaf.node, surplus), Layout.leading(lead))
+        result.append(leaf)
+    return result
+
+
+def _widened(node: Node, ones: tuple[int, ...]) -> Node:
+    """Rows with further features of size one."""
+    layout = Layout.leading((node.num_rows,))
+    features = ones + node.features
+    leaves, structure = pytree.tree_flatten(((Operand(node, layout), (-1, *features)), {}))
+    results = [(layout, features, node.dtype)]
+    operation = Operation(
+        torch.reshape, leaves, structure, results, torch.is_grad_enabled(), Autocast.current()
+    )
+    return Value(operation, 0)
+
+
+def _readings(leaf: Any, main: Operand) -> Iterator[Any]:
+    """What an argument may be: a tensor may have a row per token, or be the same for all."""
+    if not isinstance(leaf, Tensor):
+        yield leaf
+        return
+    layout = main.layout
+    lead, ndim = layout.lead, len(layout.lead) + len(main.node.features)
+    if leaf.ndim >= len(lead) and leaf.shape[: len(lead)] == lead:
+        yield _row_operand(leaf, Layout.leading(lead))
+    if 0 < leaf.ndim <= ndim:
+        padded = leaf.reshape((1,) * (ndim - leaf.ndim) + leaf.shape)
+        sizes = [padded.shape[axis] for axis in layout.axes]
+        if any(size != 1 for size in sizes) and all(s in (1, n) for s, n in zip(sizes, lead)):
+            wanted = list(padded.shape)
+            for axis, size in zip(layout.axes, lead):
+                wanted[axis] = size
+            yield _row_operand(padded.expand(wanted), layout)
+    yield leaf
+
+
+def _row_operand(value: Tensor, layout: Layout) -> Operand:
+    return Operand(Source(layout.rows_of(value), None), layout)
+
+
+def _describe(options: list[Any]) -> Any:
+    """What a finding depends on in an argument: its kind, not the values of its rows."""
+    parts = []
+    for option in options:
+        if isinstance(option, Operand):
+            node = option.node
+            parts.append((len(option.layout.lead), option.layout.axes, node.features, node.dtype))
+        elif isinstance(option, Tensor):
+            parts.append((tuple(option.shape), option.dtype))
+        elif isinstance(option, float) and option not in (0.0, 1.0):
+            parts.append(float)
+        else:
+            parts.append((type(option), repr(option)))
+    return tuple(parts)
+
+
+def _find(
+    function: Callable,
+    readings: list[list[Any]],
+    structure: pytree.TreeSpec,
+    main: Operand,
+    exact: bool,
+) -> _Finding | None:
+    for choice in itertools.product(*(range(len(options)) for options in readings)):
+        leaves = [options[index] for options, index in zip(readings, choice)]
+        with torch.random.fork_rng(devices=_cuda_devices(main)), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            try:
+                found = _Trial(function, leaves, structure, main, exact).run()
+            except Exception:  # whatever the function does not like about this reading
+                continue
+        if found is not None:
+            results, given = found
+            return _Finding(choice, results, given)
+    return None
+
+
+def _cuda_devices(main: Operand) -> list[int]:
+    return [main.node.device.index or 0] if main.node.device.type == "cuda" else []
+
+
+class _Trial:
+    """One reading of a call's arguments, put to the test."""
+
+    def __init__(
+        self,
+        function: Callable,
+        leaves: list[Any],
+        structure: pytree.TreeSpec,
+        main: Operand,
+        exact: bool,
+    ) -> None:
+        self._exact = exact
+        self._function, self._leaves, self._structure = function, leaves, structure
+        self._layout = main.layout
+        self._chosen = {
+            id(leaf): _telling_rows(leaf.node)
+            for leaf in leaves
+            if isinstance(leaf, Operand) and isinstance(leaf.node, Source)
+        }
+
+    def run(self) -> tuple[tuple, pytree.TreeSpec] | None:
+        axes: list[set[tuple[int, ...]]] | None = None
+        for _ in range(_DRAWS):
+            rows = [self._draw(leaf) for leaf in self._leaves]
+            with torch.no_grad():
+                possible = self._compare([_wide(leaf) for leaf in rows] if self._exact else rows)
+            if possible is None:
+                return None
+            axes = possible if axes is None else [a & b for a, b in zip(axes, possible)]
+        if any(not options for options in axes):
+            return None
+        with torch.no_grad():
+            values, given = pytree.tree_flatten(self._call(rows, self._lead_of(_ROWS), slice(None)))
+        results = []
+        for value, options in zip(values, axes):
+            chosen = min(options)
+            features = [size for dim, size in enumerate(value.shape) if dim not in chosen]
+            results.append((chosen, tuple(features), value.dtype))
+        return tuple(results), given
+
+    def _lead_of(self, num_rows: int) -> tuple[int, ...]:
+        return (1,) * (len(self._layout.lead) - 1) + (num_rows,)
+
+    def _draw(self, leaf: Any) -> Any:
+        """Six rows: real ones where they exist, random ones where they are still to be computed."""
+        if not isinstance(leaf, Operand):
+            return leaf
+        node = leaf.node
+        if id(leaf) in self._chosen:
+            return node.rows().detach()[self._chosen[id(leaf)]]
+        shape = (_ROWS, *node.features)
+        if node.dtype == torch.bool:
+            return torch.randint(0, 2, shape, device=node.device).bool()
+        if not (node.dtype.is_floating_point or node.dtype.is_complex):
+            return torch.randint(0, 4, shape, dtype=node.dtype, device=node.device)
+        return torch.randn(shape, device=node.device).to(node.dtype) * 2
+
+    def _call(self, rows: list[Any], lead: tuple[int, ...], which: slice) -> Any:
+        arguments = [
+            Layout(lead, leaf.layout.axes).arrange(value[which])
+            if isinstance(leaf, Operand)
+            else (value.clone() if isinstance(value, Tensor) else value)
+            for leaf, value in zip(self._leaves, rows)
+        ]
+        args, kwargs = pytree.tree_unflatten(arguments, self._structure)
+        return self._function(*args, **kwargs)
+
+    def _compare(self, rows: list[Any]) -> list[set[tuple[int, ...]]] | None:
+        """For each result, the axes along which it has one row per token."""
+        dims = len(self._layout.lead)
+        full = (_ROWS,) if dims == 1 else (1,) * (dims - 2) + (2, 3)
+        before = torch.get_rng_state()
+        whole = pytree.tree_leaves(self._call(rows, full, slice(None)))
+        flat = pytree.tree_leaves(self._call(rows, self._lead_of(_ROWS), slice(None)))
+        single = [
+            pytree.tree_leaves(self._call(rows, self._lead_of(1), slice(row, row + 1)))
+            for row in range(_ROWS)
+        ]
+        if not torch.equal(before, torch.get_rng_state()):
+            return None  # it draws random numbers
+        if not whole or not all(isinstance(value, Tensor) for value in whole):
+            return None
+        found = []
+        for slot, value in enumerate(whole):
+            options = {tuple(range(dims)), self._layout.axes}
+            found.append(
+                {
+                    axes
+                    for axes in options
+                    if _agree(value, full, axes, [flat[slot]], self._lead_of(_ROWS))
+                    and _agree(value, full, axes, [s[slot] for s in single], self._lead_of(1))
+                }
+            )
+        return found
+
+
+def _agree(
+    value: Tensor,
+    lead: tuple[int, ...],
+    axes: tuple[int, ...],
+    parts: list[Tensor],
+    part_lead: tuple[int, ...],
+) -> bool:
+    if not _has_lead(value, lead, axes):
+        return False
+    if not all(_has_lead(part, part_lead, axes) for part in parts):
+        return False
+    whole = Layout(lead, axes).rows_of(value)
+    joined = torch.cat([Layout(part_lead, axes).rows_of(part) for part in parts])
+    if whole.shape != joined.shape or whole.dtype != joined.dtype:
+        return False
+    if not whole.is_floating_point():
+        return torch.equal(whole, joined)
+    scale = 1e3 * torch.finfo(whole.dtype).eps  # of the dtype it was tried in
+    finite = whole[whole.isfinite()]
+    largest = float(finite.abs().amax()) if finite.numel() else 0.0
+    return torch.allclose(whole, joined, rtol=scale, atol=scale * largest, equal_nan=True)
+
+
+def _has_lead(value: Tensor, lead: tuple[int, ...], axes: tuple[int, ...]) -> bool:
+    return value.ndim > max(axes) and tuple(value.shape[axis] for axis in axes) == lead
+
+
+def _telling_rows(node: Source) -> Tensor:
+    """Rows that differ, as far as there are such: a prompt's labels may all be the same."""
+    rows = node.rows()
+    spread = torch.linspace(0, node.num_rows - 1, _ROWS).round().long()
+    if rows.is_floating_point() or rows.is_complex() or not rows.numel():
+        return spread
+    first = rows.detach().reshape(node.num_rows, -1)[:, 0].cpu()
+    kinds = first.unique()
+    kinds = kinds[torch.linspace(0, len(kinds) - 1, min(len(kinds), _ROWS)).round().long()]
+    found = [int((first == kind).nonzero()[0]) for kind in kinds]
+    return torch.tensor([*found, *spread.tolist()][:_ROWS])
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    return value

@@ -1,0 +1,258 @@
+"""Deferred values: outputs of the size of logits, of which only what is asked for is computed.
+
+A model's logits are as large as everything else together, and hardly anybody wants *them*: a loss
+takes one number per token, or one in all. So a compiled model hands out logits that have not been
+computed. Calls on them are recorded as long as they treat each token by itself; what has been
+recorded is computed, chunk by chunk, when somebody looks at a value of moderate width or sums it
+up. A call that mixes tokens, or a look at something wide, computes the whole tensor, as eager
+would have, and says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..errors import MaterializedWarning, format_message
+from ..plan import Options
+from .evaluate import compute, fits_one_chunk
+from .expression import Layout, Node, Source
+
+__all__ = ["DeferredTensor"]
+
+_live: weakref.WeakSet[DeferredTensor] = weakref.WeakSet()
+
+
+@dataclass
+class _Recipe:
+    """How a deferred tensor is computed; a write into it changes ``node``."""
+
+    node: Node
+    layout: Layout
+    options: Options
+
+    def rows(self, together: list[Node] | None = None) -> Tensor:
+        """The node's rows, computed now if they are not there."""
+        if self.node.computed is None:
+            compute(together or [self.node], self.options)
+        return self.node.computed
+
+
+class DeferredTensor(Tensor):
+    """A tensor of which each token's part can be computed by itself, and has not been yet.
+
+    Shape, dtype and device are known. A call on it gives another deferred tensor if it treats
+    tokens one by one (or chooses some of them); any other call computes the tensor first. It is a
+    part of the autograd graph like any other.
+
+    Attributes:
+        is_wide: whether it is larger than the hidden states that it is computed from.
+    """
+
+    _recipe: _Recipe
+    _hidden_width: int
+    _result: Tensor | None
+    _parent: weakref.ref[DeferredTensor] | None
+    _again: Callable[[Tensor], Tensor] | None  # makes it from its parent
+    _is_true_view: bool
+    _views: weakref.WeakSet[DeferredTensor]
+
+    @staticmethod
+    def make(node: Node, layout: Layout, options: Options, hidden_width: int) -> DeferredTensor:
+        """A deferred tensor for the rows of ``node``.
+
+        Args:
+            node: what to compute.
+            layout: how the rows lie in it.
+            options: of the compilation it comes from.
+            hidden_width: elements per token of the hidden states.
+        """
+        recipe = _Recipe(node, layout, options)
+        if node.requires_grad and torch.is_grad_enabled():
+            made = _Recorded.apply(recipe, *node.leaves)
+        else:
+            made = _plain(recipe)
+        made._recipe, made._hidden_width = recipe, hidden_width
+        made._result = made._parent = made._again = None
+        made._is_true_view = False
+        made._views = weakref.WeakSet()
+        _live.add(made)
+        return made
+
+    @property
+    def _node(self) -> Node:
+        return self._recipe.node
+
+    @property
+    def _layout(self) -> Layout:
+        return self._recipe.layout
+
+    @property
+    def _options(self) -> Options:
+        return self._recipe.options
+
+    @property
+    def is_wide(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._node.width > self._hidden_width
+
+    def materialize(self) -> Tensor:
+        """The ordinary tensor.
+
+        Raises:
+            StaleLogitsError: a tensor it depends on (a weight, after an optimizer step) has
+                changed since the forward.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._result is None:
+                parent = self._parent() if self._parent is not None else None
+                if parent is not None and parent._result is not None:
+                    self._result, self._is_true_view = self._again(parent._result), True
+                else:
+                    rows = self._recipe.rows(self._together())
+                    with torch.set_grad_enabled(rows.requires_grad):
+                        self._result = self._layout.arrange(rows)
+            return self._result
+
+    def _together(self) -> list[Node]:
+        """What is computed along with this value: all that has been recorded over the same rows
+        and is narrow enough to be kept."""
+        if self._node.width > self._hidden_width:
+            return [self._node]
+        anchor = _anchor(self._node)
+        nodes = {self._node: None}
+        for other in list(_live):
+            node = other._node
+            if other._result is not None or node.computed is not None or node in nodes:
+                continue
+            narrow = node.width <= other._hidden_width and node.num_rows == self._node.num_rows
+            if narrow and _anchor(node).same_rows(anchor):
+                nodes[node] = None
+        return list(nodes)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _METADATA:
+                return func(*args, **kwargs)
+            from .record import record  # which makes deferred tensors
+
+            recorded = record(func, args, kwargs)
+            if recorded is not NotImplemented:
+                return recorded
+            look = functools.partial(_look, name=getattr(func, "__name__", str(func)))
+            args, kwargs = pytree.tree_map_only(DeferredTensor, look, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        look = functools.partial(_look, name=str(func))
+        args, kwargs = pytree.tree_map_only(DeferredTensor, look, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        return self.materialize().detach().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self.materialize().__deepcopy__(memo)
+
+
+def _plain(recipe: _Recipe) -> DeferredTensor:
+    node, shape = recipe.node, recipe.layout.shape(recipe.node.features)
+    return Tensor._make_wrapper_subclass(
+        DeferredTensor, shape, dtype=node.dtype, device=node.device
+    )
+
+
+class _Recorded(torch.autograd.Function):
+    """Ties a deferred tensor to what it is computed from, for whoever looks at its graph and not
+    at its values: autograd itself, and functions that bypass the recording."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: _Recipe, *leaves: Tensor) -> DeferredTensor:
+        ctx.recipe, ctx.leaves = recipe, leaves
+        return _plain(recipe)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            value = ctx.recipe.layout.arrange(ctx.recipe.rows())
+        return None, *torch.autograd.grad(value, ctx.leaves, cotangent, allow_unused=True)
+
+
+def _anchor(node: Node) -> Source:
+    """The first source of an expression: the hidden states, whose rows all others follow."""
+    while not isinstance(node, Source):
+        node = next(iter(node.operation.operands)).node
+    return node
+
+
+def _look(tensor: DeferredTensor, name: str) -> Tensor:
+    if (
+        tensor._result is None
+        and tensor.is_wide
+        and not fits_one_chunk(tensor._node, tensor._options)
+    ):
+        node, shape = tensor._node, list(tensor._layout.shape(tensor._node.features))
+        size = node.num_rows * node.width * node.dtype.itemsize / 2**20
+        warnings.warn(
+            format_message(
+                f"{name} computes a deferred tensor of shape {shape} as a whole: {size:.0f} MiB",
+                why="it was not found to treat each token by itself",
+                fix="write it with ops along the last dim, or use it on the tokens you need only",
+            ),
+            MaterializedWarning,
+            stacklevel=_user_level(),
+        )
+    return tensor.materialize()
+
+
+def _user_level() -> int:
+    """How far up the stack the first frame outside torch and this package is."""
+    frame, level = sys._getframe(1), 1
+    own = __name__.rpartition(".")[0].rpartition(".")[0]
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith((own, "torch")):
+            return level
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+_METADATA = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.is_contiguous,
+    Tensor.element_size,
+    Tensor.stride,
+    Tensor.__len__,
+    Tensor.__hash__,
+    *(
+        getattr(Tensor, name).__get__
+        for name in (
+            "_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf",
+            "is_meta", "is_mps", "is_nested", "is_quantized", "is_sparse", "is_sparse_csr",
+            "is_xla", "is_xpu", "itemsize", "layout",  "nbytes", "ndim", "output_nr",
+            "requires_grad", "retains_grad", "shape",
+        )
+    ),
+}  # fmt: skip

@@ -1,0 +1,108 @@
+"""Writes into deferred tensors (``logits.div_(2)``, ``logits /= 2``): new values for them.
+
+Nobody else may see the tensor change but those who should. While it has views, or is one, all of
+them are computed, as true views of one tensor, and the write is carried out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import SeqsplitError, format_message
+from .tensor import DeferredTensor
+
+__all__ = ["is_write", "write"]
+
+
+def is_write(name: str) -> bool:
+    """Whether a function of this name writes into its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name in _IN_PLACE_OPERATORS)
+    return name.endswith("_")
+
+
+_IN_PLACE_OPERATORS = {
+    "__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__", "__imod__", "__imul__",
+    "__ior__", "__ipow__", "__irshift__", "__isub__", "__itruediv__", "__ixor__",
+}  # fmt: skip
+
+
+def write(func: Callable, args: tuple, kwargs: dict, row_wise: Callable) -> Any:
+    """Carry out or record a write.
+
+    Args:
+        func, args, kwargs: the call.
+        row_wise: records a call.
+    """
+    target, *others = args
+    relatives = list(_relatives(target))
+    if target._result is None and not relatives:
+        made = row_wise(_without_writing(func), args, kwargs)
+        if made is not NotImplemented and _replaces(made, target):
+            target._recipe.node = made._node
+            return target
+        target._result = target.materialize().clone()
+    elif relatives:
+        _make_real(target, relatives)
+    func(target._result, *others, **kwargs)
+    return target._result
+
+
+@functools.cache
+def _without_writing(func: Callable) -> Callable:
+    def pure(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        copy = tensor.clone()
+        func(copy, *args, **kwargs)
+        return copy
+
+    return pure
+
+
+def _replaces(made: DeferredTensor, target: DeferredTensor) -> bool:
+    """Whether the new values fit where the old ones were, gradients included."""
+    known = {id(leaf) for leaf in target._node.leaves}
+    return (
+        made._layout == target._layout
+        and made._node.features == target._node.features
+        and made._node.dtype == target._node.dtype
+        and all(id(leaf) in known for leaf in made._node.leaves)
+    )
+
+
+def _relatives(target: DeferredTensor) -> Iterator[DeferredTensor]:
+    root = target
+    while root._parent is not None and root._parent() is not None:
+        root = root._parent()
+    yield from (member for member in _family(root) if member is not target)
+
+
+def _family(root: DeferredTensor) -> Iterator[DeferredTensor]:
+    yield root
+    for view in list(root._views):
+        yield from _family(view)
+
+
+def _make_real(target: DeferredTensor, relatives: list[DeferredTensor]) -> None:
+    """Compute a tensor and its views, as views of one another."""
+    members = {id(member): member for member in (target, *relatives)}.values()
+    for member in members:
+        parent = member._parent() if member._parent is not None else None
+        if parent is not None and member._result is not None and not member._is_true_view:
+            raise SeqsplitError(
+                format_message(
+                    "a write into a deferred tensor of which a view was looked at before",
+                    got=f"a tensor of shape {list(target._layout.shape(target._node.features))}",
+                    fix="write into a copy: x = x.clone()",
+                )
+            )
+    root = target
+    while root._parent is not None and root._parent() is not None:
+        root = root._parent()
+    if root._result is None:
+        root._result = root.materialize().clone()
+    for member in _family(root):
+        member.materialize()
