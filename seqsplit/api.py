@@ -18,7 +18,7 @@ import torch.fx.experimental._config as symbolic_shapes_config
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 
-from .deferred import defer
+from .deferred import defer, defer_logits
 from .errors import (
     CaptureError,
     InvalidOptionError,
@@ -51,8 +51,10 @@ def compile(  # noqa: A001 - named after torch.compile
 ) -> Target:
     """Make training steps of a causal decoder run chunk by chunk along the sequence.
 
-    Gradients are those of the original, memory is a fraction. Calls without gradients (evaluation,
-    ``generate()``) run the original code untouched.
+    Gradients are those of the original, memory is a fraction. Logits are a
+    :class:`~seqsplit.deferred.DeferredTensor`: a loss computed from them, outside the model too,
+    never needs all of them at once. Calls without gradients (evaluation, ``generate()``) run the
+    original code, with deferred logits where the sequence is long.
 
     Args:
         target: an ``nn.Module``, compiled in place and returned, or a function, for which a
@@ -166,8 +168,11 @@ class Handle:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _DISABLED.get() or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if _DISABLED.get() or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            with defer_logits(self.modules, self.options, (args, kwargs)):
+                return self.original(*args, **kwargs)
         self.log.clear()
         try:
             with _capture_settings(), _without_cache(self.modules):
