@@ -113,6 +113,13 @@ class Decoder(nn.Module):
 
         targets [B, T] hold the token that should follow each position, -100 where none counts.
         """
+        logits = self.head(self.hidden(tokens))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Return the normalised hidden states [B, T, dim] that the head reads."""
         config = self.config
         x = self.embedding(tokens)
         angles = rotary_table(tokens.shape[1], config.head_dim, config.rope_base, tokens.device)
@@ -121,7 +128,4 @@ class Decoder(nn.Module):
                 x = checkpoint(block, x, angles, use_reentrant=False)
             else:
                 x = block(x, angles)
-        logits = self.head(self.norm(x))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return self.norm(x)

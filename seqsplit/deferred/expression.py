@@ -20,7 +20,17 @@ from torch.utils import _pytree as pytree
 
 from ..autocast import Autocast
 
-__all__ = ["Layout", "Node", "Operand", "Operation", "Source", "Value", "concatenate", "select"]
+__all__ = [
+    "Layout",
+    "Node",
+    "Operand",
+    "Operation",
+    "Result",
+    "Source",
+    "Value",
+    "concatenate",
+    "select",
+]
 
 
 @dataclass(frozen=True)
@@ -146,6 +156,21 @@ class Operand:
     layout: Layout
 
 
+@dataclass(frozen=True)
+class Result:
+    """What is known of a tensor that a call gives.
+
+    Attributes:
+        layout, features, dtype: of the tensor.
+        differentiable: whether gradients flow through it to the operands.
+    """
+
+    layout: Layout
+    features: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool = True
+
+
 class Operation:
     """A call, one row of whose results depends on one row of its operands.
 
@@ -153,7 +178,7 @@ class Operation:
         function: what was called.
         leaves, structure: its arguments, flattened; operands stand for nodes, tensors among them
             are whole (weights, constants).
-        results: layout, features and dtype of each tensor it gives.
+        results: the tensors it gives.
         recorded: whether gradients were being recorded.
         autocast: as it was around the call.
     """
@@ -163,7 +188,7 @@ class Operation:
         function: Callable,
         leaves: Sequence[Any],
         structure: pytree.TreeSpec,
-        results: Sequence[tuple[Layout, tuple[int, ...], torch.dtype]],
+        results: Sequence[Result],
         recorded: bool,
         autocast: Autocast,
     ) -> None:
@@ -204,8 +229,8 @@ class Operation:
         with context, torch.set_grad_enabled(recording):
             values = pytree.tree_leaves(self.function(*args, **kwargs))
         return [
-            layout.holding(num_rows).rows_of(value)
-            for value, (layout, *_) in zip(values, self.results)
+            result.layout.holding(num_rows).rows_of(value)
+            for value, result in zip(values, self.results)
         ]
 
 
@@ -216,11 +241,12 @@ class Value(Node):
         self.operation, self.slot = operation, slot
         operands = list(operation.operands)
         self.num_rows, self.device = operands[0].node.num_rows, operands[0].node.device
-        _, self.features, self.dtype = operation.results[slot]
+        result = operation.results[slot]
+        self.features, self.dtype = result.features, result.dtype
         inputs = [*(operand.node for operand in operands), *operation.constants]
         self.requires_grad = (
             operation.recorded
-            and (self.dtype.is_floating_point or self.dtype.is_complex)
+            and result.differentiable
             and any(value.requires_grad for value in inputs)
         )
         if self.requires_grad:

@@ -87,7 +87,11 @@ def _row_wise(
         return None
     operation, _ = found
     node = Value(operation, 0)
-    if node.features != features or node.dtype != dtype or not operation.results[0][0].is_leading:
+    if (
+        node.features != features
+        or node.dtype != dtype
+        or not operation.results[0].layout.is_leading
+    ):
         return None
     width = max(leaf.node.width for leaf in rows)
     return DeferredTensor.make(node, layout, segment.options, width)

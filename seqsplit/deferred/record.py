@@ -33,6 +33,8 @@ def record(func: Callable, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
     if is_write(name) or name in _LOOKS or "out" in kwargs:
         return NotImplemented
+    if name in _COPIES and not given[0].requires_grad:
+        return NotImplemented  # kept for later, when weights may have changed
     if name in _JOINS:
         joined = _join(name, args, kwargs)
         if joined is not None:
@@ -48,6 +50,8 @@ def record(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 _JOINS = ("cat", "concat", "concatenate", "stack")
+
+_COPIES = ("clone", "cpu")
 
 # What is done to the tensor itself, and not a function of its values.
 _LOOKS = {
@@ -89,9 +93,9 @@ def row_wise(func: Callable, args: tuple, kwargs: dict) -> Any:
     operation, returned = found
     made = [
         DeferredTensor.make(
-            Value(operation, slot), layout, given[0]._options, given[0]._hidden_width
+            Value(operation, slot), result.layout, given[0]._options, given[0]._hidden_width
         )
-        for slot, (layout, *_) in enumerate(operation.results)
+        for slot, result in enumerate(operation.results)
     ]
     return pytree.tree_unflatten(made, returned)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..autocast import Autocast
-from .expression import Layout, Node, Operand, Operation, Source, Value
+from .expression import Layout, Node, Operand, Operation, Result, Source, Value
 
 __all__ = ["apply"]
 
@@ -34,12 +34,12 @@ class _Finding:
 
     Attributes:
         choice: for each argument, which of its readings is right.
-        results: axes, features and dtype of each result.
+        results: what it gives, with leads of no meaning.
         structure: of what the call returns.
     """
 
     choice: tuple[int, ...]
-    results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    results: tuple[Result, ...]
     structure: pytree.TreeSpec
 
 
@@ -77,7 +77,7 @@ def apply(
         return None
     chosen = [options[index] for options, index in zip(readings, found.choice)]
     lead = main.layout.lead
-    results = [(Layout(lead, axes), features, dtype) for axes, features, dtype in found.results]
+    results = [replace(result, layout=Layout(lead, result.layout.axes)) for result in found.results]
     recorded = torch.is_grad_enabled()
     return Operation(function, chosen, structure, results, recorded, autocast), found.structure
 
@@ -109,7 +109,7 @@ def _widened(node: Node, ones: tuple[int, ...]) -> Node:
     layout = Layout.leading((node.num_rows,))
     features = ones + node.features
     leaves, structure = pytree.tree_flatten(((Operand(node, layout), (-1, *features)), {}))
-    results = [(layout, features, node.dtype)]
+    results = [Result(layout, features, node.dtype)]
     operation = Operation(
         torch.reshape, leaves, structure, results, torch.is_grad_enabled(), Autocast.current()
     )
@@ -202,7 +202,7 @@ class _Trial:
             if isinstance(leaf, Operand) and isinstance(leaf.node, Source)
         }
 
-    def run(self) -> tuple[tuple, pytree.TreeSpec] | None:
+    def run(self) -> tuple[tuple[Result, ...], pytree.TreeSpec] | None:
         axes: list[set[tuple[int, ...]]] | None = None
         for _ in range(_DRAWS):
             rows = [self._draw(leaf) for leaf in self._leaves]
@@ -213,13 +213,15 @@ class _Trial:
             axes = possible if axes is None else [a & b for a, b in zip(axes, possible)]
         if any(not options for options in axes):
             return None
-        with torch.no_grad():
+        with torch.enable_grad():
+            rows = [_requiring_grad(row) for row in rows]
             values, given = pytree.tree_flatten(self._call(rows, self._lead_of(_ROWS), slice(None)))
         results = []
         for value, options in zip(values, axes):
             chosen = min(options)
             features = [size for dim, size in enumerate(value.shape) if dim not in chosen]
-            results.append((chosen, tuple(features), value.dtype))
+            layout = Layout(self._layout.lead, chosen)
+            results.append(Result(layout, tuple(features), value.dtype, value.requires_grad))
         return tuple(results), given
 
     def _lead_of(self, num_rows: int) -> tuple[int, ...]:
@@ -243,7 +245,7 @@ class _Trial:
         arguments = [
             Layout(lead, leaf.layout.axes).arrange(value[which])
             if isinstance(leaf, Operand)
-            else (value.clone() if isinstance(value, Tensor) else value)
+            else value
             for leaf, value in zip(self._leaves, rows)
         ]
         args, kwargs = pytree.tree_unflatten(arguments, self._structure)
@@ -316,6 +318,13 @@ def _telling_rows(node: Source) -> Tensor:
     kinds = kinds[torch.linspace(0, len(kinds) - 1, min(len(kinds), _ROWS)).round().long()]
     found = [int((first == kind).nonzero()[0]) for kind in kinds]
     return torch.tensor([*found, *spread.tolist()][:_ROWS])
+
+
+def _requiring_grad(value: Any) -> Any:
+    """The same with gradients: what comes of a ``detach`` has none."""
+    if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+        return value.detach().requires_grad_()
+    return value
 
 
 def _wide(value: Any) -> Any:
