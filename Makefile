@@ -2,6 +2,7 @@
 # make test   run the tests
 # make bench  measure memory growth, FLOPs, compile time and step time on this machine's CPU
 # make coverage  try every causal LM of the transformers catalogue, write docs/coverage.md
+# make objectives  measure every training objective, write docs/objectives.md
 # make fuzz   try N random decoders (make fuzz N=2000)
 # make gpu    measure on a GPU, with the Python that has torch; installs nothing
 # make lint   check style and formatting
@@ -22,7 +23,7 @@ VENV := .venv
 VENV_PYTHON := $(CURDIR)/$(VENV)/bin/python
 SITE := .cache/site
 
-.PHONY: help demo test bench coverage fuzz gpu lint clean
+.PHONY: help demo test bench coverage fuzz gpu lint clean objectives
 .DELETE_ON_ERROR:
 .PRECIOUS: $(VENV)/.installed-%
 
@@ -43,6 +44,9 @@ bench: $(VENV)/.installed-test
 coverage: $(VENV)/.installed-test
 	$(VENV_PYTHON) -m benchmarks.catalogue --workers $(WORKERS)
 
+objectives: $(VENV)/.installed-test
+	$(VENV_PYTHON) -m benchmarks.objectives
+
 N ?= 200
 fuzz: $(VENV)/.installed-test
 	cd tests && $(VENV_PYTHON) fuzzing.py $(N) --workers $(WORKERS)
@@ -52,7 +56,7 @@ fuzz: $(VENV)/.installed-test
 gpu:
 	rm -rf $(SITE)
 	mkdir -p $(SITE)/seqsplit
-	ln -s $(CURDIR)/seqsplit/*.py $(CURDIR)/passes $(SITE)/seqsplit/
+	ln -s $(CURDIR)/seqsplit/* $(CURDIR)/passes $(SITE)/seqsplit/
 	ln -s $(CURDIR)/benchmarks $(SITE)/
 	cd $(SITE) && PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.gpu
 

@@ -82,7 +82,9 @@ def choose_cuts(
     last_use = _last_uses(facts, order, position, tail)
     borders = sorted({position[n] for n in reads.mixers if n not in whole})
     light = {position[n] for n in reads.light}
-    waists = _waists(facts, order, position, last_use, borders, whole | tail, light)
+    fixed = set(reads.mixers) | whole
+    costs = _crossing_bytes(facts, order, last_use, whole | tail, fixed)
+    waists = _waists(facts, order, costs, borders, light)
     kept = [w for index, w in enumerate(waists) if index % segment_layers == 0]
     if waists and waists[-1] not in kept:
         kept.append(waists[-1])
@@ -95,7 +97,8 @@ def choose_cuts(
             if operand in facts.stream:
                 wanted[operand] = min(position[node], wanted.get(operand, len(order)))
     for place in kept:
-        for node in _alive(facts, order, last_use, place):
+        alive = _alive(facts, order, last_use, place)
+        for node in dict.fromkeys(_kept_as(facts, n, fixed) for n in alive):
             wanted[node] = min(place + 1, wanted.get(node, len(order)))
     for node in _ends(facts, order, tail):
         wanted.setdefault(node, len(order))
@@ -139,14 +142,25 @@ def _alive(
     return [n for n in order[: place + 1] if n in facts.stream and last_use[n] > place]
 
 
+def _kept_as(facts: Facts, node: fx.Node, fixed: set[fx.Node]) -> fx.Node:
+    """What is kept for a value that crosses a cut: something much narrower, if one projection of
+    that gives it (logits that are compared with others' after a whole second model)."""
+    size = bytes_per_token(facts, node)
+    best, source = node, node
+    while source not in fixed:
+        operands = [operand for operand in operands_of(source) if operand in facts.stream]
+        if len(operands) != 1 or not facts.is_tensor(operands[0]):
+            break
+        (source,) = operands
+        if len(facts.sequence_dims(source)) != 1:
+            break
+        if 2 * bytes_per_token(facts, source) <= size:
+            best, size = source, bytes_per_token(facts, source)
+    return best
+
+
 def _waists(
-    facts: Facts,
-    order: list[fx.Node],
-    position: dict[fx.Node, int],
-    last_use: dict[fx.Node, int],
-    borders: list[int],
-    outside: set[fx.Node],
-    light: set[int],
+    facts: Facts, order: list[fx.Node], costs: list[float], borders: list[int], light: set[int]
 ) -> list[int]:
     """The chosen place in each stretch between mixers, the stretch before the first included.
 
@@ -155,7 +169,6 @@ def _waists(
     if not borders:
         return []
     starts, ends = [0, *borders], [*borders, len(order) - 1]
-    costs = _crossing_bytes(facts, order, last_use, outside)
     chosen: list[int] = []
     beside_light: list[int] = []
     depth: int | None = None  # how far behind its mixer the previous stretch was cut
@@ -197,7 +210,11 @@ def _depth(facts: Facts, order: list[fx.Node], start: int, place: int) -> int:
 
 
 def _crossing_bytes(
-    facts: Facts, order: list[fx.Node], last_use: dict[fx.Node, int], outside: set[fx.Node]
+    facts: Facts,
+    order: list[fx.Node],
+    last_use: dict[fx.Node, int],
+    outside: set[fx.Node],
+    fixed: set[fx.Node],
 ) -> list[float]:
     """For every place, the bytes per token of the stream values that are alive after it."""
     changes = [0.0] * (len(order) + 2)
@@ -209,7 +226,7 @@ def _crossing_bytes(
             blocked[index] += 1
             blocked[last_use[node]] -= 1
             continue
-        size = bytes_per_token(facts, node)
+        size = bytes_per_token(facts, _kept_as(facts, node, fixed))
         changes[index] += size
         changes[last_use[node]] -= size
     costs, alive, barred = [], 0.0, 0
