@@ -146,9 +146,12 @@ def _describe(options: list[Any]) -> Any:
     for option in options:
         if isinstance(option, Operand):
             node = option.node
-            parts.append((len(option.layout.lead), option.layout.axes, node.features, node.dtype))
+            layout = option.layout
+            parts.append(
+                (len(layout.lead), layout.axes, node.features, node.dtype, node.requires_grad)
+            )
         elif isinstance(option, Tensor):
-            parts.append((tuple(option.shape), option.dtype))
+            parts.append((tuple(option.shape), option.dtype, option.requires_grad))
         elif isinstance(option, float) and option not in (0.0, 1.0):
             parts.append(float)
         else:
@@ -214,7 +217,7 @@ class _Trial:
         if any(not options for options in axes):
             return None
         with torch.enable_grad():
-            rows = [_requiring_grad(row) for row in rows]
+            rows = [_requiring_grad(row, leaf) for row, leaf in zip(rows, self._leaves)]
             values, given = pytree.tree_flatten(self._call(rows, self._lead_of(_ROWS), slice(None)))
         results = []
         for value, options in zip(values, axes):
@@ -320,9 +323,10 @@ def _telling_rows(node: Source) -> Tensor:
     return torch.tensor([*found, *spread.tolist()][:_ROWS])
 
 
-def _requiring_grad(value: Any) -> Any:
-    """The same with gradients: what comes of a ``detach`` has none."""
-    if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+def _requiring_grad(value: Any, leaf: Any) -> Any:
+    """The same, requiring a gradient if the argument does: what is detached comes out without."""
+    wanted = leaf.node if isinstance(leaf, Operand) else leaf
+    if isinstance(value, Tensor) and wanted.requires_grad:
         return value.detach().requires_grad_()
     return value
 
