@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
@@ -96,13 +97,14 @@ def eager_model(model_type: str) -> tuple[Any, dict[str, Any], str]:
     name = names if isinstance(names, str) else names[0]
     kind = getattr(transformers, name)
     config_kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
+    taken = [name for name in inspect.signature(kind.forward).parameters if name != "self"]
+    if "labels" not in taken:
+        return None, {}, f"not a causal LM: it takes no labels, but {', '.join(taken)}"
+    try:
+        default = default_config(config_kind, kind.config_class)
+    except Exception as error:
+        return None, {}, f"its default configuration fails: {first_line(error)}"
     reasons = []
-    default = config_kind()
-    for field in ("is_decoder",):
-        if hasattr(default, field):
-            setattr(default, field, True)
-    if kind.config_class is not None and not isinstance(default, kind.config_class):
-        default = kind.config_class()
     for make in tiny_configs(default):
         try:
             config = make()
@@ -127,9 +129,21 @@ def eager_model(model_type: str) -> tuple[Any, dict[str, Any], str]:
             if not torch.equal(again, loss):
                 raise ValueError("two calls give two losses")
             return model, batch, ""
+        except ImportError as error:  # of a package: no other configuration helps
+            return None, {}, first_line(error)
         except Exception as error:
             reasons.append(first_line(error))
     return None, {}, " / ".join(dict.fromkeys(reasons))[:400]
+
+
+def default_config(config_kind: Any, kind_of_model: Any) -> Any:
+    """What a class starts from: the type's configuration, or of a part of it that the class is."""
+    default = config_kind()
+    if hasattr(default, "is_decoder"):
+        default.is_decoder = True
+    if kind_of_model is not None and not isinstance(default, kind_of_model):
+        default = kind_of_model()
+    return default
 
 
 def randomise(model: Any) -> None:
@@ -147,9 +161,12 @@ def randomise(model: Any) -> None:
 def make_batch(config: Any) -> dict[str, Any]:
     vocab = getattr(config, "vocab_size", None) or config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(3, vocab, (BATCH, LENGTH), generator=generator)
+    books = config.num_codebooks if config.model_type.startswith("musicgen") else 1
+    ids = torch.randint(3, vocab, (BATCH * books, LENGTH), generator=generator)
     labels = ids.clone()
     labels[:, 3::5] = -100
+    if books > 1:  # there a position has a token, and a row, of each codebook
+        labels = labels.view(BATCH, books, LENGTH).transpose(1, 2)
     return {"input_ids": ids, "labels": labels}
 
 
