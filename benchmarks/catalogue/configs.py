@@ -189,7 +189,5 @@ def _kept_fields(given: dict[str, Any], only: tuple[str, ...] | None) -> dict[st
     return {
         name: value
         for name, value in given.items()
-        if name not in left_out
-        and not isinstance(value, dict)
-        and (only is None or name in only)
+        if name not in left_out and not isinstance(value, dict) and (only is None or name in only)
     }
