@@ -44,6 +44,7 @@ from .validate import Validator
 __all__ = ["Executor", "build_plan"]
 
 _MAX_ROUNDS = 400
+_WIDE = 1.5  # times as wide as anything that is kept: logits
 
 
 class Executor:
@@ -262,7 +263,7 @@ class _Planner:
         return [
             node
             for node in group.values
-            if bytes_per_token(facts, node) > narrow
+            if bytes_per_token(facts, node) > _WIDE * narrow
             and all(user.op == "output" or facts.is_active(user) for user in node.users)
             and any(user.op == "output" for user in node.users)
         ]

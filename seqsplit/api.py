@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType
@@ -18,7 +18,7 @@ import torch.fx.experimental._config as symbolic_shapes_config
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 
-from .deferred import defer, defer_logits
+from .deferred import DeferredTensor, defer, defer_logits
 from .errors import (
     CaptureError,
     InvalidOptionError,
@@ -236,6 +236,7 @@ class Handle:
             return self._whole(captured, Run(reason))
 
         def run(*inputs: Any) -> Any:
+            inputs = _computed(inputs)
             if not plan.holds_for(inputs):
                 self.log.append(Run("inputs of other relative sizes than the captured ones"))
                 return captured(*inputs)
@@ -247,9 +248,14 @@ class Handle:
     def _whole(self, captured: torch.fx.GraphModule, entry: Run) -> Callable:
         def run_whole(*inputs: Any) -> Any:
             self.log.append(entry)
-            return captured(*inputs)
+            return captured(*_computed(inputs))
 
         return run_whole
+
+
+def _computed(inputs: Sequence[Any]) -> list[Any]:
+    """Inputs as ordinary tensors: an earlier graph of the same call may have deferred some."""
+    return [i.materialize() if isinstance(i, DeferredTensor) else i for i in inputs]
 
 
 def _user_line(error: Unsupported | UserError) -> str | None:

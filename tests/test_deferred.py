@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import seqsplit
 from compare import gradient_differences, relative_error
@@ -158,12 +159,36 @@ MIXING = {
     "sum over tokens": lambda x, y: x.sum((0, 1)).square().sum(),
     "products of tokens": lambda x, y: (x @ x.mT).square().mean(),
     "set": lambda x, y: _with_a_hole(x).logsumexp(-1).sum(),
+    "added into another": lambda x, y: _scattered(x).logsumexp(-1).square().sum(),
+    "added to an ordinary one": lambda x, y: torch.ones(x.shape).double().add_(x).exp().mean(),
+    "assigned to an ordinary one": lambda x, y: _assigned(x).square().sum(),
+    "checkpointed": lambda x, y: checkpoint(_row_sums, x * 2, use_reentrant=True).square().sum(),
+    "checkpointed anew": lambda x, y: checkpoint(_row_sums, x, use_reentrant=False).sum(),
     "flat in the wrong way": lambda x, y: x.reshape(VOCAB, -1).logsumexp(-1).sum(),
     "features flipped": lambda x, y: (x.flip(-1) * torch.arange(VOCAB)).sum(-1).square().sum(),
     "tokens flipped": lambda x, y: (x.flip(1).logsumexp(-1) * torch.arange(LENGTH)).sum(),
     "features rolled": lambda x, y: (x.roll(3, -1) * torch.arange(VOCAB)).sum(-1).sum(),
     "tokens rolled": lambda x, y: (x.roll(3, 1).logsumexp(-1) * torch.arange(LENGTH)).sum(),
 }
+
+
+def _scattered(x):
+    """As a mixture of experts collects what its experts give."""
+    collected = torch.zeros_like(x.flatten(0, 1))
+    for part in (torch.arange(0, 40), torch.arange(20, 90)):
+        collected.index_add_(0, part, (x.flatten(0, 1)[part] * 2).to(x.dtype))
+    return collected
+
+
+def _assigned(x):
+    ordinary = torch.zeros(x.shape).double()
+    ordinary[:, 3:] = x[:, 3:]
+    ordinary.copy_(x * 2)
+    return ordinary
+
+
+def _row_sums(x):
+    return x.exp().sum(-1).log()
 
 
 def _with_a_hole(x):
@@ -282,6 +307,55 @@ def test_an_autograd_function_gets_the_gradient_back(twins):
         warnings.simplefilter("ignore", MaterializedWarning)
         twins.both(lambda x, y: Doubled.apply(x))
         twins.both(lambda x, y: Doubled.apply(x.exp()))
+
+
+def test_a_leaf_of_ones_own(twins):
+    """Gradients with respect to logits, as a loop that chunks by itself takes them."""
+    gradients = []
+    for model in (twins.eager, twins.mine):
+        logits = model(twins.ids)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MaterializedWarning)
+            leaf = logits.detach().requires_grad_()
+            F.cross_entropy(*flat(leaf, twins.labels)).backward()
+            assert leaf.is_leaf and leaf.grad is not None
+            logits.backward(leaf.grad)
+        gradients.append(gradients_of(model))
+    assert not gradient_differences(*gradients)
+
+
+def test_a_graph_break_behind_the_logits(quiet):
+    """The rest of a compiled function gets them deferred, as a caller would."""
+    twins = Twins()
+
+    def step(model, ids, labels):
+        logits = model(ids) / 2
+        keep = labels != -100  # whose number Dynamo cannot know
+        return F.cross_entropy(logits[keep], labels[keep])
+
+    compiled = seqsplit.compile(
+        lambda ids, labels: step(twins.mine, ids, labels), chunk_size=16, head_chunk_size=CHUNK
+    )
+    for length in (45, 52):
+        twins.ids, twins.labels = batches.with_labels(BATCH, length)
+        gradients = []
+        for model, run in ((twins.eager, step), (twins.mine, lambda _, *args: compiled(*args))):
+            model.zero_grad(set_to_none=True)
+            run(model, twins.ids, twins.labels).backward()
+            gradients.append(gradients_of(model))
+        assert not gradient_differences(*gradients)
+
+
+def test_a_slice_under_no_grad_has_no_history(twins):
+    with torch.no_grad():
+        part = twins.mine(twins.ids)[:, 1:]
+    assert not part.requires_grad and not part.exp().requires_grad
+    logits = twins.mine(twins.ids)
+    with torch.no_grad():
+        part = logits[:, 1:]
+        joined = torch.cat([logits, logits])
+    assert not (part.logsumexp(-1) * 2).requires_grad
+    assert not (joined.logsumexp(-1) * 2).requires_grad
 
 
 def test_the_engine_may_be_called_directly(twins):

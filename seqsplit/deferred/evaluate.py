@@ -22,16 +22,15 @@ from .expression import Node, Operand, Operation, Source
 __all__ = ["check_version", "compute", "compute_total", "fits_one_chunk"]
 
 
-def compute(nodes: Sequence[Node], options: Options) -> None:
-    """Compute nodes over the same rows; each then holds its rows, differentiable.
+def compute(nodes: Sequence[Node], options: Options) -> Sequence[Tensor]:
+    """The rows of nodes that go over the same rows, differentiable.
 
     Raises:
         StaleLogitsError: a tensor they depend on has changed since they were recorded.
     """
     program = _Program(nodes, total=False)
     specs = [BodyOutput(Chunk(0), needs_grad=node.requires_grad) for node in nodes]
-    for node, rows in zip(nodes, _run(program, specs, options)):
-        node.keep(rows)
+    return _run(program, specs, options)
 
 
 def compute_total(node: Node, options: Options) -> Tensor:

@@ -29,6 +29,7 @@ __all__ = [
     "Source",
     "Value",
     "concatenate",
+    "detached",
     "select",
 ]
 
@@ -253,6 +254,15 @@ class Value(Node):
             weights = (tensor for tensor in operation.constants if tensor.requires_grad)
             below = (leaf for operand in operands for leaf in operand.node.leaves)
             self.leaves = tuple({id(leaf): leaf for leaf in (*below, *weights)}.values())
+
+
+def detached(node: Node) -> Node:
+    """The same rows without their history."""
+    layout = Layout.leading((node.num_rows,))
+    leaves, structure = pytree.tree_flatten(((Operand(node, layout),), {}))
+    results = [Result(layout, node.features, node.dtype, differentiable=False)]
+    operation = Operation(Tensor.detach, leaves, structure, results, False, Autocast.current())
+    return Value(operation, 0)
 
 
 def select(node: Node, index: Tensor, memo: dict[Any, Any] | None = None) -> Node:

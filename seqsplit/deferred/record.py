@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from .expression import Operand, Value, concatenate, select
 from .rearrange import Rearranged, joining, rearrange
 from .rowwise import apply
-from .tensor import DeferredTensor
+from .tensor import DeferredTensor, current
 from .totals import Total, as_total
 from .write import is_write, write
 
@@ -27,7 +27,7 @@ def record(func: Callable, args: tuple, kwargs: dict) -> Any:
     name = _name_of(func)
     if is_write(name) and isinstance(args[0], DeferredTensor):
         return write(func, args, kwargs, row_wise)
-    args, kwargs = pytree.tree_map_only(DeferredTensor, _if_computed, (args, kwargs))
+    args, kwargs = pytree.tree_map_only(DeferredTensor, current, (args, kwargs))
     given = deferred_in(args, kwargs)
     if not given:
         return func(*args, **kwargs)
@@ -57,8 +57,8 @@ _COPIES = ("clone", "cpu")
 _LOOKS = {
     "__array__", "__bool__", "__contains__", "__deepcopy__", "__float__", "__format__",
     "__index__", "__int__", "__repr__", "__get__data", "__set__", "backward", "data_ptr",
-    "item", "numpy", "pin_memory", "register_hook", "register_post_accumulate_grad_hook",
-    "retain_grad", "share_memory_", "storage", "tolist", "untyped_storage",
+    "detach_", "item", "numpy", "pin_memory", "register_hook", "register_post_accumulate_grad_hook",
+    "requires_grad_", "retain_grad", "share_memory_", "storage", "tolist", "untyped_storage",
 }  # fmt: skip
 
 
@@ -68,10 +68,6 @@ def _name_of(func: Callable) -> str:
     if name in ("__get__", "__set__"):
         name += getattr(getattr(func, "__self__", None), "__name__", "")
     return name
-
-
-def _if_computed(tensor: DeferredTensor) -> Tensor:
-    return tensor if tensor._result is None else tensor._result
 
 
 def deferred_in(args: Any, kwargs: Any) -> list[DeferredTensor]:

@@ -25,9 +25,9 @@ from torch.utils import _pytree as pytree
 from ..errors import MaterializedWarning, format_message
 from ..plan import Options
 from .evaluate import compute, fits_one_chunk
-from .expression import Layout, Node, Source
+from .expression import Layout, Node, Source, detached
 
-__all__ = ["DeferredTensor"]
+__all__ = ["DeferredTensor", "current", "look"]
 
 _live: weakref.WeakSet[DeferredTensor] = weakref.WeakSet()
 
@@ -43,8 +43,19 @@ class _Recipe:
     def rows(self, together: list[Node] | None = None) -> Tensor:
         """The node's rows, computed now if they are not there."""
         if self.node.computed is None:
-            compute(together or [self.node], self.options)
+            nodes = together or [self.node]
+            for node, rows in zip(nodes, compute(nodes, self.options)):
+                node.keep(rows)
         return self.node.computed
+
+    def values(self) -> Tensor:
+        """The tensor without its history, for code that runs below autograd. It is not kept:
+        what is kept has to have a history."""
+        rows = self.node.computed
+        if rows is None:
+            with torch.no_grad():
+                (rows,) = compute([self.node], self.options)
+        return self.layout.arrange(rows.detach())
 
 
 class DeferredTensor(Tensor):
@@ -76,8 +87,10 @@ class DeferredTensor(Tensor):
             options: of the compilation it comes from.
             hidden_width: elements per token of the hidden states.
         """
+        if node.requires_grad and not torch.is_grad_enabled():
+            node = detached(node)  # a slice that is taken under no_grad has no history
         recipe = _Recipe(node, layout, options)
-        if node.requires_grad and torch.is_grad_enabled():
+        if node.requires_grad:
             made = _Recorded.apply(recipe, *node.leaves)
         else:
             made = _plain(recipe)
@@ -113,6 +126,9 @@ class DeferredTensor(Tensor):
                 changed since the forward.
         """
         with torch._C.DisableTorchFunctionSubclass():
+            if self._result is None and self.requires_grad and not self._node.requires_grad:
+                # An autograd function gave it away as its own: the gradient is that function's.
+                self._result = _Given.apply(self)
             if self._result is None:
                 parent = self._parent() if self._parent is not None else None
                 if parent is not None and parent._result is not None:
@@ -140,28 +156,29 @@ class DeferredTensor(Tensor):
         return list(nodes)
 
     @classmethod
+    @torch.compiler.disable  # where a graph break gives one to the rest of a captured function
     def __torch_function__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
-                return func(*args, **kwargs)
+                computed = args[0]._result
+                return func(args[0] if computed is None else computed, *args[1:], **kwargs)
             from .record import record  # which makes deferred tensors
 
             recorded = record(func, args, kwargs)
             if recorded is not NotImplemented:
                 return recorded
-            look = functools.partial(_look, name=getattr(func, "__name__", str(func)))
-            args, kwargs = pytree.tree_map_only(DeferredTensor, look, (args, kwargs))
+            computed = functools.partial(look, name=getattr(func, "__name__", str(func)))
+            args, kwargs = pytree.tree_map_only(DeferredTensor, computed, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        look = functools.partial(_look, name=str(func))
-        args, kwargs = pytree.tree_map_only(DeferredTensor, look, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(DeferredTensor, _values, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: int) -> Any:
@@ -194,6 +211,29 @@ class _Recorded(torch.autograd.Function):
         return None, *torch.autograd.grad(value, ctx.leaves, cotangent, allow_unused=True)
 
 
+class _Given(torch.autograd.Function):
+    """The values of a deferred tensor, with the history of the tensor itself."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DeferredTensor) -> Tensor:
+        return tensor._recipe.values()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent
+
+
+def _values(tensor: DeferredTensor) -> Tensor:
+    return tensor._recipe.values() if tensor._result is None else tensor._result.detach()
+
+
+def current(tensor: DeferredTensor) -> Tensor:
+    """The computed tensor where there is one: it may have become a leaf, or changed its shape."""
+    if tensor._result is None and tensor.requires_grad and not tensor._node.requires_grad:
+        return tensor.materialize()
+    return tensor if tensor._result is None else tensor._result
+
+
 def _anchor(node: Node) -> Source:
     """The first source of an expression: the hidden states, whose rows all others follow."""
     while not isinstance(node, Source):
@@ -201,7 +241,8 @@ def _anchor(node: Node) -> Source:
     return node
 
 
-def _look(tensor: DeferredTensor, name: str) -> Tensor:
+def look(tensor: DeferredTensor, name: str) -> Tensor:
+    """The ordinary tensor, with a warning if it is large; ``name`` is the function that asks."""
     if (
         tensor._result is None
         and tensor.is_wide

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ..errors import SeqsplitError, format_message
-from .tensor import DeferredTensor
+from .tensor import DeferredTensor, look
 
 __all__ = ["is_write", "write"]
 
@@ -22,8 +23,11 @@ def is_write(name: str) -> bool:
     """Whether a function of this name writes into its first argument."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name in _IN_PLACE_OPERATORS)
-    return name.endswith("_")
+    return name.endswith("_") and name not in _ABOUT_AUTOGRAD
 
+
+# What these change is not a value: they are carried out on the computed tensor.
+_ABOUT_AUTOGRAD = {"detach_", "requires_grad_", "retain_grad_", "share_memory_"}
 
 _IN_PLACE_OPERATORS = {
     "__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__", "__imod__", "__imul__",
@@ -48,6 +52,8 @@ def write(func: Callable, args: tuple, kwargs: dict, row_wise: Callable) -> Any:
         target._result = target.materialize().clone()
     elif relatives:
         _make_real(target, relatives)
+    computed = functools.partial(look, name=getattr(func, "__name__", str(func)))
+    others, kwargs = pytree.tree_map_only(DeferredTensor, computed, (others, kwargs))
     func(target._result, *others, **kwargs)
     return target._result
 
