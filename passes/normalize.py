@@ -67,7 +67,9 @@ def normalize(lowered: Lowered) -> None:
     for node in list(lowered.graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target in _FILLS:
+        if not node.meta["region"].grad and (same := _itself(node)) is not None:
+            _replace(node, same)
+        elif node.target in _FILLS:
             _replace(node, _filled(node))
         elif node.target in (aten.expand_as.default, aten.view_as.default):
             write = _Writer(node)
@@ -79,7 +81,7 @@ def normalize(lowered: Lowered) -> None:
         elif node.target in (aten.type_as.default, aten.to.other):
             other = node.args[1].meta["val"]
             _replace(node, _Writer(node)(aten.to.device, node.args[0], other.device, other.dtype))
-        elif _takes_all(node):
+        elif _takes_all(node) and node.meta["region"].grad:
             _replace(node, node.args[0])
         elif node.target in (aten.eye.default, aten.eye.m):
             _replace(node, _eye(node))
@@ -87,6 +89,30 @@ def normalize(lowered: Lowered) -> None:
         is_impure_node=lambda node: node.op in ("placeholder", "output")
     )
     lowered.graph.lint()
+
+
+def _itself(node: fx.Node) -> fx.Node | None:
+    """The operand that a call gives back as it is (a cast to the dtype it has).
+
+    Under ``no_grad`` it matters: the result is no new tensor without a history, but the old one.
+    """
+    operands = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    if not operands or not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        return None
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        return operands[0] if _draws_nothing(node) else None
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with detect_fake_mode([operands[0].meta["val"]]), enable_python_dispatcher(), torch.no_grad():
+        result = node.target(*args, **kwargs)
+    return next((operand for operand in operands if operand.meta["val"] is result), None)
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    """Whether a random op is a dropout that leaves everything."""
+    arguments = arguments_of(node)
+    return arguments.get("train") is False or arguments.get("p") == 0
 
 
 def _takes_all(node: fx.Node) -> bool:

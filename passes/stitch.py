@@ -142,6 +142,8 @@ class _Stitching:
         self._new[node] = self._graph.node_copy(node, operands.__getitem__)
         if not region.grad:
             self._graph.call_function(torch._C._set_grad_enabled, (True,))
+            if node.target is aten.reshape.default:  # may give its operand back, history and all
+                self._new[node] = self._graph.call_function(aten.detach.default, (self._new[node],))
         for context in reversed(contexts):
             self._graph.call_function(torch.amp.autocast_mode._exit_autocast, (context,))
 

@@ -15,6 +15,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from .. import attention
 from ..plan import Segment
@@ -162,7 +163,8 @@ class Validator:
             args, kwargs = _silenced(node, args, kwargs)
             target, args, kwargs = double_call(node.target, args, kwargs)
             with torch.set_grad_enabled(node.meta["region"].grad and torch.is_grad_enabled()):
-                known[node] = target(*args, **kwargs)
+                result = target(*args, **kwargs)
+            known[node] = result if node.meta["region"].grad else _without_history(result)
         return known[wanted]
 
     # -- inputs ------------------------------------------------------------------------------
@@ -256,6 +258,10 @@ def gradient_error(have: Tensor | None, want: Tensor | None, scale: Tensor) -> f
         other = have if want is None else want
         return 0.0 if other is None or not other.any() else float("inf")
     return float((have - want).norm() / torch.maximum(want.norm(), 1e-6 * scale).clamp_min(1e-30))
+
+
+def _without_history(result: Any) -> Any:
+    return pytree.tree_map_only(Tensor, Tensor.detach, result)
 
 
 def _detached(values: Sequence[Tensor]) -> list[Tensor]:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from compare import Pair, gradient_differences, relative_error
+from compare import Pair, compare, gradient_differences, relative_error
 from zoo import batches, hf, probe, rope
 
 CHUNK = 4
@@ -461,3 +461,43 @@ def test_backward_hooks_of_modules():
         model.layers[1].register_full_backward_hook(hook)
     pair.check(batches.tokens(3, 13))
     assert seen["mine"] == pytest.approx(seen["eager"], rel=1e-9)
+
+
+# ---- What a call under no_grad gives back ---------------------------------------------------------
+
+SAME = {
+    "a cast to its own dtype": lambda h, x: h.to(h.dtype),
+    "type_as": lambda h, x: h.type_as(x),
+    "contiguous": lambda h, x: h.contiguous(),
+    "a slice of everything": lambda h, x: h[:, :],
+    "a view": lambda h, x: h.view(h.shape),
+    "a reshape": lambda h, x: h.reshape(h.shape),
+    "flatten of one dim": lambda h, x: h.flatten(2, 2),
+    "dropout of nothing": lambda h, x: F.dropout(h, 0.0),
+    "dropout in evaluation": lambda h, x: F.dropout(h, 0.3, False),
+    "expand": lambda h, x: h.expand(h.shape),
+    "clone": lambda h, x: h.clone(),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_no_grad_gives_back(name):
+    """Some calls return the tensor itself, with its history; others a new one without."""
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = probe.build()
+            self.gate = nn.Linear(20, 20)
+
+        def forward(self, ids):
+            x = self.inner.embed(ids)
+            for layer in self.inner.layers:
+                h = layer.norm(x)
+                with torch.no_grad():
+                    same = SAME[name](h, x)
+                    shift = (same * 2).mean(-1, keepdim=True)
+                x = layer(x) * torch.sigmoid(self.gate(same)) + shift
+            return self.inner.head(x)
+
+    compare(Gated, batches.tokens(2, 13), chunk_size=4)
