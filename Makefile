@@ -3,6 +3,7 @@
 # make bench  measure memory growth, FLOPs, compile time and step time on this machine's CPU
 # make coverage  try every causal LM of the transformers catalogue, write docs/coverage.md
 # make objectives  measure every training objective, write docs/objectives.md
+# make outside   try decoders of other packages, write docs/coverage-outside.md
 # make fuzz   try N random decoders (make fuzz N=2000)
 # make gpu    measure on a GPU, with the Python that has torch; installs nothing
 # make lint   check style and formatting
@@ -23,7 +24,7 @@ VENV := .venv
 VENV_PYTHON := $(CURDIR)/$(VENV)/bin/python
 SITE := .cache/site
 
-.PHONY: help demo test bench coverage fuzz gpu lint clean objectives
+.PHONY: help demo test bench coverage objectives outside fuzz gpu lint clean
 .DELETE_ON_ERROR:
 .PRECIOUS: $(VENV)/.installed-%
 
@@ -46,6 +47,9 @@ coverage: $(VENV)/.installed-test
 
 objectives: $(VENV)/.installed-test
 	$(VENV_PYTHON) -m benchmarks.objectives
+
+outside: $(VENV)/.installed-test
+	$(VENV_PYTHON) -m benchmarks.outside --workers $(WORKERS)
 
 N ?= 200
 fuzz: $(VENV)/.installed-test

@@ -1,0 +1,1 @@
+"""Decoders of packages outside transformers, eager against seqsplit, in float64."""

@@ -1,0 +1,83 @@
+"""The results as a page of Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from .options import LENGTH
+
+HEAD = """# Coverage of decoders outside transformers
+
+Written by `make outside`; not by hand. Decoders of packages that do not build on transformers, in
+tiny random configurations ({length} tokens, float64 unless said otherwise, chunks of 4 and 7),
+eager against seqsplit: the loss and every parameter's gradient. *Exact* means that the largest
+difference is at most 1e-9 of the largest entry (1e-4 in float32).
+"""
+
+Result = dict[str, Any]
+
+
+def write_report(
+    results: list[Result], versions: dict[str, str], unusable: dict[str, str], path: Path
+) -> None:
+    """Write the page.
+
+    Args:
+        results: of all option sets.
+        versions: of the packages, in the order of the page.
+        unusable: why a package could not be installed or imported, '' where it could.
+        path: of the page.
+    """
+    lines = [HEAD.format(length=LENGTH), *_summary(results), "", *_reasons(results)]
+    for package, version in versions.items():
+        lines += ["", f"## {package} {version}".rstrip(), ""]
+        own = [found for found in results if found["package"] == package]
+        lines += _table(own) if not unusable[package] else [f"Not run: {unusable[package]}"]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _summary(results: list[Result]) -> list[str]:
+    count = Counter(found["status"] for found in results)
+    exact = [found for found in results if found["status"] == "exact"]
+    ran = len(results) - count["not run"]
+    return [
+        f"- option sets tried: {len(results)}; run in eager: {ran}",
+        f"- exact: {len(exact)} of {ran}",
+        f"- nothing whole at all: {sum(found['streamed'] for found in exact)}",
+        f"- not exact: {count['mismatch']}; errors: {count['error']}",
+    ]
+
+
+def _reasons(results: list[Result]) -> list[str]:
+    """What was left whole, by the number of option sets that it stands in the way of."""
+    # The last op of the graph to fail is found first: what it stands for fails with it.
+    reasons = Counter(_plain(found["whole"][0][1]) for found in results if found.get("whole"))
+    lines = [f"- {count} × {reason}" for reason, count in reasons.most_common()]
+    return ["What stands in the way, by the number of option sets:", "", *lines] if lines else []
+
+
+def _table(results: list[Result]) -> list[str]:
+    head = "| options | result | error | layer segments | streamed | left whole, or why not |"
+    return [head, "| --- | --- | --- | --- | --- | --- |", *map(_row, results)]
+
+
+def _row(found: Result) -> str:
+    if "errors" not in found:
+        return f"| {found['name']} | {found['status']} | | | | {_plain(found.get('why', ''))} |"
+    whole = list(dict.fromkeys(f"{scope}: {reason}" for scope, reason in found["whole"]))
+    text = "; ".join(whole[:3]) + (f"; and {len(whole) - 3} more" if len(whole) > 3 else "")
+    status = found["status"] + (" (float32)" if found["dtype"] == "float32" else "")
+    return (
+        f"| {found['name']} | {status} | {max(found['errors']):.0e} "
+        f"| {found['layer_segments']} | {'yes' if found['streamed'] else 'no'} "
+        f"| {_plain(found.get('why', '') + text)} |"
+    )
+
+
+def _plain(text: str) -> str:
+    text = re.sub(r"<function \S+?(\w+) at \w+>", r"\1", text)
+    text = re.sub(r"\S*/site-packages/", "", text)
+    return " ".join(text.replace("|", "\\|").split())[:240]
