@@ -1,13 +1,14 @@
 """A virtual environment for each package, on top of the project's own.
 
-The packages ask for versions of the same libraries that exclude each other. torch and what else
-the project's environment has is shared through a path file, which comes last: what a package's
-environment has of its own counts first.
+The packages ask for versions of the same libraries that exclude each other. What seqsplit itself
+needs, torch above all, is shared: a folder of links to it, which a path file names. Nothing else of
+the project's environment is seen, or a package would find libraries that do not go together.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 import sysconfig
@@ -18,6 +19,8 @@ from .packages import describe
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache" / "outside"
+SHARED = CACHE / "shared"
+INSTALLED = Path(sysconfig.get_paths()["purelib"])
 
 
 def python_of(package: str) -> Path:
@@ -37,10 +40,33 @@ def set_up(package: str) -> str:
 def _create(package: str) -> None:
     folder = CACHE / package / "venv"
     venv.create(folder, clear=True, with_pip=True)
-    shared = sysconfig.get_paths()["purelib"]
-    line = f"import site; site.addsitedir({shared!r})\n"  # unlike a bare path, its .pth files count
+    _link_shared()
     own = Path(sysconfig.get_paths(vars={"base": str(folder)})["purelib"])
-    (own / "shared.pth").write_text(line)
+    # Not the bare path: the path files in the folder count too, seqsplit's among them.
+    (own / "shared.pth").write_text(f"import site; site.addsitedir({str(SHARED)!r})\n")
+
+
+def _link_shared() -> None:
+    SHARED.mkdir(parents=True, exist_ok=True)
+    for distribution in _needed_by("seqsplit"):
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (SHARED / top).is_symlink():
+                (SHARED / top).symlink_to(INSTALLED / top)
+
+
+def _needed_by(name: str) -> list[importlib.metadata.Distribution]:
+    """A distribution of the project's environment and all that it requires, without extras."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+    names = [name]
+    while names:
+        name = names.pop()
+        # By its folder: in the repository's root, seqsplit's own sources would be found first.
+        here = next(importlib.metadata.distributions(name=name, path=[str(INSTALLED)]), None)
+        if here is not None and name not in found:
+            found[name] = here
+            required = [line for line in here.requires or () if "extra ==" not in line]
+            names += [re.match(r"[\w.-]+", line).group() for line in required]
+    return list(found.values())
 
 
 def _install(package: str) -> str:

@@ -12,6 +12,8 @@ from types import ModuleType
 # The package's name on the index, and the module here that describes it.
 _MODULES = {
     "x-transformers": "x_transformers",
+    "litgpt": "litgpt",
+    "torchtune": "torchtune",
 }
 
 
