@@ -17,6 +17,8 @@ eager against seqsplit: the loss and every parameter's gradient. *Exact* means t
 difference is at most 1e-9 of the largest entry (1e-4 in float32).
 """
 
+SILENT = "nothing was split, and the report names no reason"
+
 Result = dict[str, Any]
 
 
@@ -54,9 +56,16 @@ def _summary(results: list[Result]) -> list[str]:
 def _reasons(results: list[Result]) -> list[str]:
     """What was left whole, by the number of option sets that it stands in the way of."""
     # The last op of the graph to fail is found first: what it stands for fails with it.
-    reasons = Counter(_plain(found["whole"][0][1]) for found in results if found.get("whole"))
+    whole = [whole_of(found) for found in results if "errors" in found]
+    reasons = Counter(_plain(entries[0][1]) for entries in whole if entries)
     lines = [f"- {count} × {reason}" for reason, count in reasons.most_common()]
     return ["What stands in the way, by the number of option sets:", "", *lines] if lines else []
+
+
+def whole_of(found: Result) -> list[list[str]]:
+    """What was left whole, each with its reason; also where seqsplit's report does not say."""
+    silent = not found["streamed"] and not found["whole"]
+    return [["model", SILENT]] if silent else found["whole"]
 
 
 def _table(results: list[Result]) -> list[str]:
@@ -67,7 +76,7 @@ def _table(results: list[Result]) -> list[str]:
 def _row(found: Result) -> str:
     if "errors" not in found:
         return f"| {found['name']} | {found['status']} | | | | {_plain(found.get('why', ''))} |"
-    whole = list(dict.fromkeys(f"{scope}: {reason}" for scope, reason in found["whole"]))
+    whole = list(dict.fromkeys(f"{scope}: {reason}" for scope, reason in whole_of(found)))
     text = "; ".join(whole[:3]) + (f"; and {len(whole) - 3} more" if len(whole) > 3 else "")
     status = found["status"] + (" (float32)" if found["dtype"] == "float32" else "")
     return (

@@ -14,6 +14,13 @@ _MODULES = {
     "x-transformers": "x_transformers",
     "litgpt": "litgpt",
     "torchtune": "torchtune",
+    "local-attention": "local_attention",
+    "mambapy": "mambapy",
+    "ibm-fms": "ibm_fms",
+    "ai2-olmo": "ai2_olmo",
+    "yet-another-retnet": "yet_another_retnet",
+    "xlstm": "xlstm",
+    "gateloop-transformer": "gateloop_transformer",
 }
 
 
