@@ -88,5 +88,5 @@ def _row(found: Result) -> str:
 
 def _plain(text: str) -> str:
     text = re.sub(r"<function \S+?(\w+) at \w+>", r"\1", text)
-    text = re.sub(r"\S*/site-packages/", "", text)
+    text = text.replace("__closure__.0.cell_contents", "model")  # as the step's function holds it
     return " ".join(text.replace("|", "\\|").split())[:240]

@@ -14,8 +14,8 @@ IMPORTS = "xlstm"
 
 # Blocks with scalar memories among the layers.
 _SCALAR: dict[str, list[int]] = {"matrix-memory": [], "scalar-memory": [0, 1], "mixed": [1]}
-_KERNELS = ("parallel--native_autograd", "parallel--native_stablef_autograd",
-            "parallel--native_siging_autograd", "chunkwise--native_autograd")  # fmt: skip
+# The large model takes the parallel kernels' result for a pair, with states that they do not give.
+_KERNELS = ("parallel--native_autograd", "chunkwise--native_autograd")
 
 
 def option_sets() -> list[OptionSet]:
@@ -25,9 +25,14 @@ def option_sets() -> list[OptionSet]:
     ]
     # The kernels come from another package and cast to the type that their settings name.
     return found + [
-        OptionSet(f"large-{kernel}", functools.partial(_build_large, kernel), dtype=torch.float32)
+        OptionSet(f"large-{kernel}", functools.partial(_build_large, kernel), _first, torch.float32)
         for kernel in _KERNELS
     ]
+
+
+def _first(output: tuple[Any, ...]) -> torch.Tensor:
+    """The logits; the states of the memories follow."""
+    return output[0]
 
 
 def _build(scalar: list[int]) -> Any:
@@ -48,7 +53,7 @@ def _build(scalar: list[int]) -> Any:
     )
     config = xLSTMLMModelConfig(
         mlstm_block=matrix, slstm_block=memory, slstm_at=scalar, num_blocks=LAYERS,
-        embedding_dim=WIDTH, vocab_size=VOCAB, context_length=LENGTH,
+        embedding_dim=WIDTH, vocab_size=VOCAB, context_length=64,
     )  # fmt: skip
     return xLSTMLMModel(config)
 
@@ -56,11 +61,10 @@ def _build(scalar: list[int]) -> Any:
 def _build_large(kernel: str) -> Any:
     from xlstm.xlstm_large.model import xLSTMLarge, xLSTMLargeConfig
 
-    mode = "train" if kernel.startswith("parallel") else "train_with_padding"
     config = xLSTMLargeConfig(
         embedding_dim=WIDTH, num_heads=HEADS, num_blocks=LAYERS, vocab_size=VOCAB,
         chunkwise_kernel=kernel, sequence_kernel="native_sequence__native", step_kernel="native",
-        mode=mode, chunk_size=16, ffn_round_up_to_multiple_of=16,
-        autocast_kernel_dtype="float32",
+        mode="train", chunk_size=LENGTH, ffn_round_up_to_multiple_of=16,
+        autocast_kernel_dtype="float32", return_last_states=True,
     )  # fmt: skip
     return xLSTMLarge(config)
