@@ -98,6 +98,18 @@ class Facts:
             return []
         return [dim for dim, size in enumerate(self.shape(node)) if self.is_sequence(size)]
 
+    @property
+    def keeps_activations(self) -> bool:
+        """Whether computing the outer values keeps activations for the backward."""
+        return any(
+            node in self.features
+            and node in self.needs_grad
+            and node.op == "call_function"
+            and self.is_tensor(node)
+            and not _keeps_nothing(self, node)
+            for node in self.outer
+        )
+
     def is_tensor(self, node: fx.Node) -> bool:
         return isinstance(node.meta.get("val"), torch.Tensor)
 
@@ -112,11 +124,12 @@ class NothingToSplit(Exception):
 
     Attributes:
         no_sequence: none of its inputs even looks like one.
+        fixed: there is one, but the model's own code fixes its length.
     """
 
-    def __init__(self, reason: str, *, no_sequence: bool = False) -> None:
+    def __init__(self, reason: str, *, no_sequence: bool = False, fixed: bool = False) -> None:
         super().__init__(reason)
-        self.no_sequence = no_sequence
+        self.no_sequence, self.fixed = no_sequence, fixed
 
 
 def find_sequence(lowered: Lowered, seq_dim: int | None) -> sympy.Symbol:
@@ -183,7 +196,8 @@ def _nothing_to_split(
     if any(size == 1 for node in inputs for size in lowered.shape(node)[place : place + 1 or None]):
         return NothingToSplit("the sequence has one position")
     if any(_mixed_size(node, lowered) is not None for node in lowered.graph.nodes):
-        return NothingToSplit("the model's own code fixes the length of the sequence")
+        reason = "the model's own code fixes the length of the sequence"
+        return NothingToSplit(reason, fixed=True)
     return NothingToSplit("no dim of the inputs is a sequence", no_sequence=True)
 
 

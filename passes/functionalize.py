@@ -35,7 +35,9 @@ def functionalize(graph: fx.Graph) -> list[int]:
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        if node.target._schema.is_mutable:
+        if _is_view(twin := _functional_twin(node.target)):
+            _reshape(graph, node, twin)
+        elif node.target._schema.is_mutable:
             base, value = _Write(graph, node).rewrite()
             origin = next((i for i, latest in written.items() if latest is base), base)
             if origin.op == "placeholder":
@@ -44,6 +46,23 @@ def functionalize(graph: fx.Graph) -> list[int]:
     (output,) = (node for node in graph.nodes if node.op == "output")
     output.args = ((*output.args[0], *written.values()),)
     return [inputs.index(node) for node in written]
+
+
+def _is_view(twin: torch._ops.OpOverload | None) -> bool:
+    return twin is not None and twin._schema.returns[0].alias_info is not None
+
+
+def _reshape(graph: fx.Graph, node: fx.Node, twin: torch._ops.OpOverload) -> None:
+    """An op that changes a tensor's shape in place (``unsqueeze_``) writes nothing: from there on
+    the tensor's name stands for a view of it."""
+    with graph.inserting_before(node):
+        view = graph.call_function(twin, node.args, dict(node.kwargs))
+    view.meta = dict(node.meta)
+    for user in list(node.args[0].users):
+        if node < user:
+            user.replace_input_with(node.args[0], view)
+    node.replace_all_uses_with(view)
+    graph.erase_node(node)
 
 
 class _Write:
@@ -211,6 +230,8 @@ def _alias(node: fx.Node) -> str | None:
 
 
 def _functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    if op is aten.transpose_.default:
+        return aten.transpose.int
     name = op._schema.name.split("::")[1]
     if not name.endswith("_") or op.namespace != "aten":
         return None

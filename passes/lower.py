@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from ..assumptions import Assumption, SameSize
 from ..errors import CaptureError
+from .batched import gather_vmaps, is_vmap
 from .functionalize import functionalize
 from .structure import structure_of
 
@@ -154,7 +155,7 @@ def lower(captured: fx.GraphModule, example_inputs: Sequence[Any]) -> Lowered:
     fakes = [_as_fake(value, fake_mode, context) for value in example_inputs]
     try:
         with fake_mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta():
-            run = _KeepBackwards(captured).run
+            run = _KeepBackwards(gather_vmaps(captured)).run
             module = make_fx(lambda *args: run(*args), pre_dispatch=True)(*fakes)
     except Exception as error:
         raise CaptureError(f"a captured graph could not be lowered to ATen ops: {error}") from error
@@ -220,6 +221,8 @@ class _KeepBackwards(fx.Interpreter):
         if target is _CUSTOM_FUNCTION:
             # Traced through, it would become its forward alone and lose its own backward.
             return _trace_as_one_node(_custom_function(args[0], args[1], kwargs), args[2:])
+        if is_vmap(target):
+            return _trace_as_one_node(target, args)
         if isinstance(target, torch._ops.HigherOrderOperator):
             leaves, structure = pytree.tree_flatten((args, kwargs))
             moving = [isinstance(leaf, (torch.Tensor, torch.SymInt)) for leaf in leaves]

@@ -71,7 +71,7 @@ def normalize(lowered: Lowered) -> None:
             _replace(node, same)
         elif node.target in _FILLS:
             _replace(node, _filled(node))
-        elif node.target in (aten.expand_as.default, aten.view_as.default):
+        elif node.target in (aten.expand_as.default, aten.view_as.default, aten.reshape_as.default):
             write = _Writer(node)
             sizes = [_size(write, node.args[1], dim) for dim in range(node.meta["val"].ndim)]
             op = aten.expand if node.target is aten.expand_as.default else aten.reshape

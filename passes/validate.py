@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -207,7 +208,19 @@ class Validator:
     def _symbol(self, symbol: sympy.Symbol) -> int:
         if symbol == self._facts.sequence:
             return self._length
-        return min(self._facts.lowered.hints.get(symbol, _BATCH), _BATCH)
+        hint = self._facts.lowered.hints.get(symbol, _BATCH)
+        return min(hint, _BATCH) if symbol in self._batch_sizes else hint
+
+    @cached_property
+    def _batch_sizes(self) -> set[sympy.Symbol]:
+        """Sizes of the first dim of inputs that hold the sequence too; a vocabulary, or a table of
+        positions, has entries that others point at."""
+        facts = self._facts
+        inputs = [n for n in facts.lowered.placeholders if facts.is_tensor(n)]
+        shapes = [facts.shape(n) for n in inputs if facts.sequence_dims(n)]
+        return {shape[0] for shape in shapes if isinstance(shape[0], sympy.Symbol)} - {
+            facts.sequence
+        }
 
     def _choose_length(self) -> int | None:
         """The shortest length under which the model would have taken the captured branches."""

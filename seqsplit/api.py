@@ -22,6 +22,7 @@ from .deferred import DeferredTensor, defer, defer_logits
 from .errors import (
     CaptureError,
     InvalidOptionError,
+    NotStreamedError,
     SeqsplitError,
     SequenceNotFoundError,
     UnfinishedPlanWarning,
@@ -213,6 +214,14 @@ class Handle:
         try:
             plan = build_plan(captured, examples, self.options, Executor(run_segment, defer))
         except NothingToSplit as error:
+            if self.options.strict and error.fixed:
+                raise NotStreamedError(
+                    format_message(
+                        "strict=True, and the model would run whole",
+                        why=str(error),
+                        fix="do not decide by the length in Python, nor loop over positions",
+                    )
+                ) from None
             return self._whole(captured, Run(str(error), no_sequence=error.no_sequence))
         except CaptureError as error:
             if self.options.strict:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import seqsplit
 from compare import Pair, compare, gradient_differences, relative_error
 from zoo import batches, hf, probe, rope
 
@@ -463,7 +464,7 @@ def test_backward_hooks_of_modules():
     assert seen["mine"] == pytest.approx(seen["eager"], rel=1e-9)
 
 
-# ---- What a call under no_grad gives back ---------------------------------------------------------
+# ---- What a call under no_grad gives back -----------------------------------------------------
 
 SAME = {
     "a cast to its own dtype": lambda h, x: h.to(h.dtype),
@@ -501,3 +502,114 @@ def test_what_no_grad_gives_back(name):
             return self.inner.head(x)
 
     compare(Gated, batches.tokens(2, 13), chunk_size=4)
+
+
+# ---- vmap and scans in the model -----------------------------------------------------------------
+
+
+def _scaled(h, scale):
+    return torch.tanh(h * scale)
+
+
+def test_vmap():
+    """What vmap computes is kept together, and streamed where it is found to be token-wise."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = probe.build()
+            self.scales = nn.Parameter(torch.randn(5, 20))
+
+        def forward(self, ids):
+            x = self.inner.embed(ids)
+            for layer in self.inner.layers:
+                parts = torch.vmap(_scaled, (None, 0))(layer(x), self.scales)
+                x = x + parts.mean(0)
+            return self.inner.head(x)
+
+    check(Model, streamed=False)
+
+
+def test_associative_scan():
+    """Its levels halve the sequence: they run whole, and everything around them in chunks."""
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    def combine(left, right):
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = probe.build()
+            self.gate = nn.Linear(20, 20)
+
+        def forward(self, ids):
+            x = self.inner.embed(ids)
+            for layer in self.inner.layers:
+                x = layer(x)
+                pair = (torch.sigmoid(self.gate(x)), x)
+                if torch.compiler.is_compiling():
+                    x = associative_scan(combine, pair, dim=1, combine_mode="generic")[1]
+                else:  # the plain recurrence
+                    states = [pair[1][:, 0]]
+                    for t in range(1, ids.shape[1]):
+                        states.append(pair[0][:, t] * states[-1] + pair[1][:, t])
+                    x = torch.stack(states, 1)
+            return self.inner.head(x)
+
+    check(Model, lengths=(13, 12), streamed=False)
+
+
+def test_a_length_that_the_models_code_fixes_is_reported():
+    """A loop over positions makes a graph for one length; labels have a length of their own."""
+
+    def attend(q, k, v):
+        mask = torch.full((q.shape[2], q.shape[2]), float("-inf"), dtype=q.dtype)
+        for row in range(q.shape[2]):
+            mask[row, max(0, row - 5) : row + 1] = 0.0
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def build():
+        return probe.build(attend)
+
+    check(build, lengths=(13,), streamed=False)
+    model = build().double()
+    step = seqsplit.compile(lambda ids, labels: probe.step(model, ids, labels), chunk_size=CHUNK)
+    report = seqsplit.explain(step, *batches.with_labels(2, 13))
+    assert not report.fully_streamed
+    assert any("fixes the length" in reason for _, reason in report.whole)
+    with pytest.raises(seqsplit.SeqsplitError, match="fixes the length"):
+        strict = seqsplit.compile(build().double(), chunk_size=CHUNK, strict=True)
+        strict(batches.tokens(2, 13))
+
+
+@pytest.mark.parametrize("change", ["unsqueeze_", "transpose_", "squeeze_"])
+def test_shapes_changed_in_place(change):
+    """`arange(T).unsqueeze_(-1)` writes nothing: the name stands for a view from there on."""
+
+    def attend(q, k, v):
+        length = q.shape[2]
+        here = torch.arange(length, dtype=q.dtype)
+        if change == "unsqueeze_":
+            distance = here.unsqueeze(0) - here.unsqueeze_(-1)
+        elif change == "transpose_":
+            distance = (here.unsqueeze(-1) - here.unsqueeze(0)).transpose_(0, 1)
+        else:
+            distance = (here.view(1, 1, -1) - here.view(1, -1, 1)).squeeze_(0)
+        decay = torch.exp(-distance.abs() / 5).masked_fill(distance > 0, 0.0)
+        return ((q @ k.mT) * decay) @ v
+
+    check(lambda: probe.build(attend))
+
+
+def test_a_plain_loss_compiled_on_its_own():
+    """The vocabulary has a symbol of its own, and labels point into it."""
+
+    def loss(logits, labels):
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    ids, labels = batches.with_labels(2, 13)
+    logits = torch.randn(2, 13, 61, dtype=torch.float64, requires_grad=True)
+    compiled = seqsplit.compile(loss, head_chunk_size=CHUNK, strict=True)
+    grads = [torch.autograd.grad(f(logits, labels), logits)[0] for f in (loss, compiled)]
+    assert relative_error(*grads) <= 1e-12

@@ -48,6 +48,11 @@ CALLS = {
     "matmul_vector": lambda: (aten.matmul.default, x(A, B, C), x(C)),
     "einsum": lambda: (aten.einsum.default, "bqd,bkd->bqk", [x(A, B, C), x(A, D, C)]),
     "einsum_dots": lambda: (aten.einsum.default, "...ij,jk->...ik", [x(A, B, C), x(C, D)]),
+    "conv1d": lambda: (aten.conv1d.default, x(A, B, C), x(D, B, 1), x(D)),
+    "conv2d": lambda: (aten.conv2d.default, x(A, B, C, D), x(B, B, 1, 1)),
+    "conv2d_wide": lambda: (
+        aten.conv2d.default, x(A, B, C, D), x(B, B, 3, 1), None, [1, 1], [1, 0],
+    ),
     "sum": lambda: (aten.sum.default, x(A, B)),
     "sum_dims": lambda: (aten.sum.dim_IntList, x(A, B, C), [1, -1], True),
     "mean": lambda: (aten.mean.dim, x(A, B, C), [-1]),

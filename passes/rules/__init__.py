@@ -3,7 +3,17 @@
 Importing this package fills the registry.
 """
 
-from . import attention, contraction, creation, indexing, loss, pointwise, reduction, views
+from . import (
+    attention,
+    contraction,
+    convolution,
+    creation,
+    indexing,
+    loss,
+    pointwise,
+    reduction,
+    views,
+)
 from .registry import Operand, Row, Unsplittable, pull, rewrite_arguments, rows_of, rule, sum_rows
 
 __all__ = [
@@ -12,6 +22,7 @@ __all__ = [
     "Unsplittable",
     "attention",
     "contraction",
+    "convolution",
     "creation",
     "indexing",
     "loss",

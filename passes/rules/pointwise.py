@@ -21,7 +21,9 @@ _UNTAGGED = {
     aten.__xor__.Tensor,
     aten._to_copy.default,
     aten.alias.default,
+    aten.bernoulli.default,
     aten.bernoulli.p,
+    aten.exponential.default,
     aten.clone.default,
     aten.contiguous.default,
     aten.fill.Scalar,
@@ -35,6 +37,7 @@ _UNTAGGED = {
     aten.log_sigmoid.default,
     aten.mish.default,
     aten.native_dropout.default,
+    aten.normal_functional.default,
     aten.prelu.default,
     aten.rand_like.default,
     aten.randn_like.default,
@@ -51,6 +54,7 @@ _UNTAGGED = {
     aten.polar.default,
     aten.where.Scalar,
     aten.where.ScalarOther,
+    aten.uniform.default,
     aten.where.ScalarSelf,
 }
 

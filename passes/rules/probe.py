@@ -125,8 +125,8 @@ def _holds(
     swapped = {s: sizes[symbol] for s in sizes if sizes[s] == length}
     sizes = {**sizes, **swapped, symbol: length}  # the symbol that is split gets the largest size
     out, *candidate = [_Part(placement, sizes, length) for placement in row]
-    values = [_random(o.meta["val"], dims, sizes) for o, dims in zip(operands, shapes)]
     try:
+        values = [_random(o.meta["val"], dims, sizes) for o, dims in zip(operands, shapes)]
         whole, whole_grads, cotangents = _run(node, operands, values, None, sizes)
         outputs, grads = [], [[] for _ in values]
         for start, end in ((0, 2), (2, 3), (3, length)):

@@ -90,10 +90,8 @@ class DeferredTensor(Tensor):
         if node.requires_grad and not torch.is_grad_enabled():
             node = detached(node)  # a slice that is taken under no_grad has no history
         recipe = _Recipe(node, layout, options)
-        if node.requires_grad:
-            made = _Recorded.apply(recipe, *node.leaves)
-        else:
-            made = _plain(recipe)
+        recorded = node.requires_grad
+        made = _Recorded.apply(recipe, *node.leaves) if recorded else _plain(recipe)
         made._recipe, made._hidden_width = recipe, hidden_width
         made._result = made._parent = made._again = None
         made._is_true_view = False
