@@ -4,15 +4,21 @@ from .api import compile, disable  # noqa: A004 - named after torch.compile
 from .errors import SeqsplitError
 from .explain import Report, explain
 from .memory import track_memory
+from .passes.rules import rule
+from .placement import Chunk, Sum, Whole
 from .verify import Verification, verify
 
 __all__ = [
+    "Chunk",
     "Report",
     "SeqsplitError",
+    "Sum",
     "Verification",
+    "Whole",
     "compile",
     "disable",
     "explain",
+    "rule",
     "track_memory",
     "verify",
 ]
