@@ -48,6 +48,7 @@ def linear(input: Operand, bias: Operand | None) -> Rows:  # noqa: A002 - the sc
     rest = [Whole] if bias is not None else []
     for dim in range(input.ndim - 1):
         yield Chunk(dim), Chunk(dim), Whole, *rest
+    yield Chunk(-1), Whole, Chunk(0), *([Chunk(0)] if bias is not None else [])
     if bias is None:
         yield Sum, Chunk(-1), Chunk(-1)
         yield Sum, Sum, Whole

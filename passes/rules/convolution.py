@@ -1,4 +1,4 @@
-"""Convolutions with a kernel of one: a linear map at each place by itself."""
+"""Convolutions: along a dim where the kernel has size one, each place is by itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ...placement import Chunk, Placement, Whole
+from ...placement import Chunk, Placement, Sum, Whole
 from .registry import Operand, rule
 
 aten = torch.ops.aten
@@ -19,12 +19,17 @@ def convolution(
     bias: Operand | None,
     out: Operand,
 ) -> Iterator[tuple[Placement, ...]]:
-    rest = [Whole] * (1 if bias is None else 2)
-    places = range(input.ndim - weight.ndim + 2, input.ndim)
+    rest = [Whole] if bias is not None else []
+    grouped = input.shape[-weight.ndim + 1] != weight.shape[1]
     if input.ndim == weight.ndim:
-        yield Chunk(0), Chunk(0), *rest
-    # As many places as before: it neither steps nor pads.
-    if all(size == 1 for size in weight.shape[2:]):
-        for dim in places:
-            if out.shape[dim] == input.shape[dim]:
-                yield Chunk(dim), Chunk(dim), *rest
+        yield Chunk(0), Chunk(0), Whole, *rest
+    if not grouped:
+        channels = input.ndim - weight.ndim + 1
+        yield Chunk(channels), Whole, Chunk(0), *([Chunk(0)] if bias is not None else [])
+        if bias is None:
+            yield Sum, Chunk(channels), Chunk(1)
+    for place in range(2, weight.ndim):
+        dim = place + input.ndim - weight.ndim
+        # As many places as before, each by itself: it neither steps nor pads.
+        if weight.shape[place] == 1 and out.shape[dim] == input.shape[dim]:
+            yield Chunk(dim), Chunk(dim), Whole, *rest

@@ -19,6 +19,7 @@ Rows = Iterator[tuple[Placement, ...]]
 def embedding(weight: Operand, indices: Operand) -> Rows:
     for dim in range(indices.ndim):
         yield Chunk(dim), Whole, Chunk(dim)
+    yield Chunk(indices.ndim), Chunk(1), Whole
 
 
 @rule(aten.one_hot.default)
