@@ -17,6 +17,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import seqsplit
+from seqsplit.passes import NothingToSplit
 from seqsplit.plan import Plan
 from zoo.weights import randomise
 
@@ -212,6 +213,18 @@ def check_all_split(plans):
     for plan in plans:
         assert isinstance(plan, Plan), repr(plan)
         assert plan.segments and not plan.whole, plan.whole
+
+
+def check_layers_split(plans):
+    """All layers were split in one graph; another graph is a tail with no sequence in it.
+
+    That is how TRL's own head comes out: it writes into slices of a buffer, which Dynamo refuses.
+    """
+    for plan in plans:
+        assert isinstance(plan, Plan | NothingToSplit), repr(plan)
+    split = [plan for plan in plans if isinstance(plan, Plan)]
+    assert any(len(plan.segments) >= SIZES["num_hidden_layers"] for plan in split), plans
+    assert not any(plan.whole for plan in split)
 
 
 # ---- Trainers of transformers and TRL -----------------------------------------------------------

@@ -12,10 +12,8 @@ import transformers
 import trl
 
 from common import (
-    add_nothing,
-    add_seqsplit,
-    check_all_split,
     check_both,
+    check_layers_split,
     random_texts,
     run_trainer,
     tiny_model,
@@ -56,7 +54,7 @@ def check_trainer(make_trainer, plans, *, make_model=tiny_model, **options):
         return run_trainer(make_trainer(model))
 
     outcomes = check_both(train, **options)
-    check_all_split(plans)
+    check_layers_split(plans)
     return outcomes
 
 
@@ -64,9 +62,8 @@ SFT = {
     "plain": (plain_texts, {"gradient_accumulation_steps": 2}),
     "completions": (prompts_with_completions, {"completion_only_loss": True}),
     "packing": (plain_texts, {"packing": True, "max_length": 96}),
-    "padding-free": (plain_texts, {"padding_free": True}),
-    "dft": (plain_texts, {"loss_type": "dft"}),
-    "activation offloading": (plain_texts, {"activation_offloading": True}),
+    "padding-free": (plain_texts, {"padding_free": True, "max_length": None}),
+    "dft": (plain_texts, {"loss_type": "dft", "learning_rate": 5.0}),
 }
 
 
@@ -84,3 +81,140 @@ def test_sft(name, tmp_path, plans):
 
     expected, _ = check_trainer(make, plans)
     assert {"mean_token_accuracy", "entropy"} <= set(expected.numbers[0])
+
+
+LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+def lora(task="CAUSAL_LM"):
+    """A configuration of LoRA, from a random start that is not zero."""
+    return peft.LoraConfig(**LORA, task_type=task, init_lora_weights=False)
+
+
+def reference_model():
+    """Another model than the one that is trained."""
+    model = tiny_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    return model
+
+
+DPO = {
+    "reference": lambda: {"ref_model": reference_model()},
+    "lora": lambda: {"peft_config": lora()},
+}
+
+
+@pytest.mark.parametrize("name", DPO)
+def test_dpo(name, tmp_path, plans):
+    """With a reference model, and with the adapter switched off as the reference."""
+
+    def make(model):
+        return trl.DPOTrainer(
+            model=model,
+            args=trainer_arguments(trl.DPOConfig, tmp_path, beta=1.0),
+            train_dataset=preferences(),
+            processing_class=tiny_tokenizer(),
+            **DPO[name](),
+        )
+
+    expected, _ = check_trainer(make, plans)
+    assert {"rewards/margins", "logits/chosen", "entropy"} <= set(expected.numbers[0])
+
+
+def test_dpo_compiled_reference(tmp_path, plans):
+    """The reference model may be compiled as well."""
+
+    def train(add_line):
+        model, reference = tiny_model(), reference_model()
+        add_line(model)
+        add_line(reference)
+        trainer = trl.DPOTrainer(
+            model=model,
+            ref_model=reference,
+            args=trainer_arguments(trl.DPOConfig, tmp_path, beta=1.0),
+            train_dataset=preferences(),
+            processing_class=tiny_tokenizer(),
+        )
+        return run_trainer(trainer)
+
+    check_both(train)
+    check_layers_split(plans)
+
+
+def test_reward(tmp_path, plans):
+    def classifier():
+        kind = transformers.AutoModelForSequenceClassification
+        return tiny_model(auto=kind, num_labels=1)
+
+    def make(model):
+        return trl.RewardTrainer(
+            model=model,
+            args=trainer_arguments(trl.RewardConfig, tmp_path),
+            train_dataset=preferences(),
+            processing_class=tiny_tokenizer(),
+        )
+
+    expected, _ = check_trainer(make, plans, make_model=classifier)
+    assert {"accuracy", "margin"} <= set(expected.numbers[0])
+
+
+def few_distinct(completions, **_):
+    """A reward that differs between completions: how many of their words repeat."""
+    return [float(len(text.split()) - len(set(text.split()))) for text in completions]
+
+
+GRPO = {
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 24,
+    "learning_rate": 1.0,
+}
+GRPO_KINDS = {
+    "plain": {},
+    "reference, several updates": {"beta": 0.1, "num_iterations": 2, "entropy_coef": 0.01},
+}
+
+
+class AfterEachStep(transformers.TrainerCallback):
+    """Notes how many plans there are after each step."""
+
+    def __init__(self, plans):
+        self.plans, self.counts = plans, []
+
+    def on_step_end(self, *args, **kwargs):
+        self.counts.append(len(self.plans))
+
+
+@pytest.mark.parametrize("name", GRPO_KINDS)
+def test_grpo(name, tmp_path, plans):
+    """Generation, scoring and training in turn, from the same random numbers.
+
+    Prompts and completions are of another length in each step, and only the first step compiles.
+    """
+    prompts = datasets.Dataset.from_dict({"prompt": random_texts(ROWS, 20, 40)})
+    tiny_model().save_pretrained(tmp_path / "start")  # the trainer loads the reference model
+    seen = []
+
+    def make(model):
+        torch.manual_seed(1)
+        seen.append(AfterEachStep(plans))
+        return trl.GRPOTrainer(
+            model=model,
+            reward_funcs=few_distinct,
+            args=trainer_arguments(trl.GRPOConfig, tmp_path, **GRPO | GRPO_KINDS[name]),
+            train_dataset=prompts,
+            processing_class=tiny_tokenizer(),
+            callbacks=[seen[-1]],
+        )
+
+    def load():
+        kind = transformers.AutoModelForCausalLM
+        return kind.from_pretrained(tmp_path / "start", dtype=torch.float32).train()
+
+    expected, _ = check_trainer(make, plans, make_model=load)
+    assert {"reward", "entropy", "completions/mean_length"} <= set(expected.numbers[0])
+    without, with_line = (each.counts for each in seen)
+    assert set(without) == {0}
+    assert with_line[0] > 0 and set(with_line) == {with_line[0]}
