@@ -1,8 +1,6 @@
-"""Settings of the tests of trainers: what is captured, and whose warnings are errors."""
+"""Settings of the tests of trainers: what is captured."""
 
-import datasets
 import pytest
-import transformers
 
 from seqsplit import api
 

@@ -7,7 +7,6 @@ pytest.importorskip("accelerate")
 import accelerate
 import torch
 from accelerate.state import AcceleratorState
-
 from common import (
     STEPS,
     Outcome,

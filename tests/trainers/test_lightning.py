@@ -6,7 +6,6 @@ pytest.importorskip("lightning")
 
 import lightning
 import torch
-
 from common import (
     STEPS,
     Outcome,

@@ -1,14 +1,15 @@
 """Training loops of one's own, with what people put into them."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
 from common import (
     LEARNING_RATE,
     STEPS,
     Outcome,
+    add_seqsplit,
     batches,
     check_all_split,
     check_both,
@@ -17,6 +18,7 @@ from common import (
     tiny_model,
     trained,
 )
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
 def step_in_backward(model):
@@ -36,10 +38,15 @@ def labelled_loss(model, batch):
     return model(**batch).loss
 
 
-def loss_of_logits(model, batch):
+def cross_entropy(logits, labels):
+    """The mean over tokens."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def loss_of_logits(model, batch, function=cross_entropy):
     """The same loss from the logits."""
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    return function(logits, batch["labels"])
 
 
 @pytest.mark.parametrize("tied, loss_of", [(False, labelled_loss), (True, loss_of_logits)])
@@ -124,42 +131,124 @@ def test_scaler_with_metrics(plans):
     check_all_split(plans)
 
 
-class Packing(torch.autograd.graph.saved_tensors_hooks):
-    """What is saved for the backward goes elsewhere, as with offloading to disk."""
+def fit(model, loss_of, context=None):
+    """A loop, with a context around each forward."""
+    before, numbers, optimizer = trained(model), [], sgd(model)
+    for batch in batches():
+        with context or contextlib.nullcontext():
+            loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers.append({"loss": loss.item()})
+    return Outcome(trained(model), numbers, before)
+
+
+class ToArrays(torch.autograd.graph.saved_tensors_hooks):
+    """What is saved for the backward leaves PyTorch, as if it went to a disk."""
 
     def __init__(self):
         self.count = 0
-        super().__init__(self.pack, lambda array: torch.from_numpy(array))
+        super().__init__(self.pack, torch.from_numpy)
 
     def pack(self, tensor):
         self.count += 1
         return tensor.detach().numpy().copy()
 
 
-HOOKS = {"save_on_cpu": torch.autograd.graph.save_on_cpu, "packing": Packing}
+def test_save_on_cpu(plans):
+    def train(add_line):
+        model = tiny_model()
+        add_line(model)
+        return fit(model, labelled_loss, torch.autograd.graph.save_on_cpu())
+
+    check_both(train)
+    check_all_split(plans)
 
 
-@pytest.mark.parametrize(
-    "name, loss_of",
-    [("save_on_cpu", labelled_loss), ("packing", labelled_loss), ("packing", loss_of_logits)],
+HOOKS_IN_CAPTURE = pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="saved-tensor hooks are called with the fake tensors of the capture, which then fails",
 )
-def test_saved_tensor_hooks(name, loss_of, plans):
-    """Contexts that move what autograd saves."""
+
+
+@HOOKS_IN_CAPTURE
+@pytest.mark.parametrize("loss_of", [labelled_loss, loss_of_logits])
+def test_saved_as_arrays(loss_of, plans):
+    """Hooks that need the values of what they are given."""
+
+    def train(add_line):
+        model, hooks = tiny_model(), ToArrays()
+        add_line(model)
+        outcome = fit(model, loss_of, hooks)
+        assert hooks.count > 0
+        return outcome
+
+    check_both(train)
+    check_all_split(plans)
+
+
+def saves_at(model, length):
+    """How many tensors the forward saves."""
+    hooks = ToArrays()
+    with hooks:
+        loss = labelled_loss(model, batches(1, low=length, high=length)[0])
+    loss.backward()
+    return hooks.count
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="saved-tensor hooks are called for the graph of each chunk of the head",
+)
+def test_saves_do_not_grow_with_the_chunks():
+    """What a chunk saves for itself is gone when it has run: it is not to be sent away."""
+    model = add_seqsplit(tiny_model())
+    labelled_loss(model, batches(1)[0]).backward()
+    assert saves_at(model, 40) == saves_at(model, 80)
+
+
+def offloading(model, monkeypatch):
+    """TRL's context, which refuses to be made without an accelerator: the CPU stands in for one."""
+    manager = pytest.importorskip("trl.models.activation_offloading")
+    options = {"use_pin_memory": False, "use_streams": False, "min_offload_size": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cpu"))
+        return manager.get_act_offloading_ctx_manager(model, **options)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="its hooks on the head break the graph, and Dynamo traces the code of DeferredTensor",
+)
+def test_activation_offloading(monkeypatch, plans):
+    """TRL counts what it has stored: all of it is to be fetched in the backward."""
 
     def train(add_line):
         model = tiny_model()
         add_line(model)
-        before, numbers, optimizer = trained(model), [], sgd(model)
-        for batch in batches():
-            context = HOOKS[name]()
-            with context:
-                loss = loss_of(model, batch)
-            assert name != "packing" or context.count > 0
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            numbers.append({"loss": loss.item()})
-        return Outcome(trained(model), numbers, before)
+        context = offloading(model, monkeypatch)
+        outcome = fit(model, labelled_loss, context)
+        assert not context.tracker, f"{len(context.tracker)} tensors are kept for ever"
+        return outcome
 
     check_both(train)
     check_all_split(plans)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="Dynamo traces the code of DeferredTensor",
+)
+def test_compiled_loss():
+    """The loss function goes through torch.compile, the model through seqsplit."""
+
+    def train(add_line):
+        model = tiny_model()
+        add_line(model)
+        compiled = torch.compile(cross_entropy, backend="aot_eager", dynamic=True)
+        return fit(model, lambda model, batch: loss_of_logits(model, batch, compiled))
+
+    check_both(train)

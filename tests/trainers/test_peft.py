@@ -7,8 +7,6 @@ pytest.importorskip("peft")
 import peft
 import torch
 import torch.nn.functional as F
-
-import seqsplit
 from common import (
     SMALL,
     Outcome,
@@ -23,6 +21,8 @@ from common import (
     tiny_model,
     trained,
 )
+
+import seqsplit
 from seqsplit import errors
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -163,7 +163,7 @@ def test_adapter_toggled_between_steps(plans):
     """Gradients with the adapter, without it, and with it again."""
     found = []
     for add_line in (add_nothing, add_seqsplit):
-        model = with_line(add_line, "lora", "after")
+        model = with_line(add_line, "lora, embeddings and head trained", "after")
         batch = batches(1)[0]
         losses = [model(**batch).loss]
         with model.disable_adapter():
