@@ -85,7 +85,7 @@ def test_autocast(plans):
 
 
 def test_saved_state(tmp_path):
-    """`save_state` and `load_state`, and what `unwrap_model` and `get_state_dict` return."""
+    """What is saved loads, and `unwrap_model` and `get_state_dict` return what they should."""
     model = tiny_model()
     accelerator = accelerate.Accelerator(cpu=True)
 

@@ -13,6 +13,7 @@ from common import (
     batches,
     check_all_split,
     check_both,
+    check_layers_split,
     check_moved,
     sgd,
     tiny_model,
@@ -235,13 +236,11 @@ def test_activation_offloading(monkeypatch, plans):
         return outcome
 
     check_both(train)
-    check_all_split(plans)
+    check_layers_split(plans)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Dynamo traces the code of DeferredTensor",
-)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.xfail(strict=True, reason="Dynamo traces the code of DeferredTensor")
 def test_compiled_loss():
     """The loss function goes through torch.compile, the model through seqsplit."""
 

@@ -39,7 +39,6 @@ def make_trainer(model, folder, *, rows=24, trainer=None, **arguments):
 
 
 VARIANTS = {
-    "plain": {},
     "accumulation": {"gradient_accumulation_steps": 2},
     "checkpointing": {"gradient_checkpointing": True},
     "reentrant checkpointing": {
@@ -160,8 +159,8 @@ def test_saved_files(tmp_path):
         assert (tmp_path / "mine" / name).read_text() == (tmp_path / "plain" / name).read_text()
 
 
-def test_saved_after_training(tmp_path):
-    """What a compiled model has learnt loads without seqsplit."""
+def test_plain_and_saved(tmp_path, plans):
+    """No options; what a compiled model has learnt loads without seqsplit."""
 
     def train(add_line):
         model = tiny_model()
@@ -177,6 +176,7 @@ def test_saved_after_training(tmp_path):
         return outcome
 
     check_both(train)
+    check_all_split(plans)
 
 
 def test_resume(tmp_path):
