@@ -84,7 +84,7 @@ class _Stitching:
             if node in self._cuts.tail:
                 self._copy(node)
         (output,) = (node for node in order if node.op == "output")
-        self._graph.output(fx.node.map_arg(output.args[0], lambda n: self._new[n]))
+        self._graph.output(fx.node.map_arg(output.args[0], self._lookup))
         self._graph.eliminate_dead_code(is_impure_node=_is_kept)
         self._graph.lint()
         for node in self._graph.nodes:

@@ -30,7 +30,7 @@ from .errors import (
 )
 from .passes import Executor, NothingToSplit, build_plan
 from .plan import Options, Plan
-from .runtime import run_segment
+from .runtime import own_saved_tensors, run_segment
 
 __all__ = ["Handle", "Run", "compile", "disable", "handle_for", "handle_of", "modules_of"]
 
@@ -212,7 +212,8 @@ class Handle:
 
     def _backend(self, captured: torch.fx.GraphModule, examples: list[Any]) -> Callable:
         try:
-            plan = build_plan(captured, examples, self.options, Executor(run_segment, defer))
+            with own_saved_tensors():
+                plan = build_plan(captured, examples, self.options, Executor(run_segment, defer))
         except NothingToSplit as error:
             if self.options.strict and error.fixed:
                 raise NotStreamedError(

@@ -9,6 +9,7 @@ the forward instead, so that logits are computed once; the backward only scales 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from .placement import Kind, Placement, Span
 from .plan import BodyInput, BodyOutput, Segment
 from .primitives import Cache, Carry, Replay, keys_start
 
-__all__ = ["chunk_bounds", "run_segment"]
+__all__ = ["chunk_bounds", "own_saved_tensors", "run_segment"]
 
 
 def run_segment(
@@ -162,7 +163,7 @@ def _forward_with_gradients(
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     gathered, accumulated = _Outputs(run), _Gradients(run, operands, wanted)
     for index in range(len(run.chunks)):
-        with torch.enable_grad():
+        with torch.enable_grad(), own_saved_tensors():
             leaves = accumulated.leaves(index)
             outputs = run.call(index, leaves, ())
         gathered.add(index, [output.detach() for output in outputs])
@@ -188,7 +189,7 @@ def _backward(
             for index in range(len(run.chunks) - 1):
                 run.call(index, run.inputs(index, operands), caches, fill=True)
         for index in reversed(range(len(run.chunks))):
-            with torch.enable_grad():
+            with torch.enable_grad(), own_saved_tensors():
                 leaves = accumulated.leaves(index)
                 outputs = run.call(index, leaves, caches)
             start, end = run.chunks[index]
@@ -201,6 +202,18 @@ def _backward(
             accumulated.add(index, leaves, outputs, parts)
             del leaves, outputs, parts
     return accumulated.whole()
+
+
+def own_saved_tensors() -> contextlib.AbstractContextManager:
+    """A context in which hooks on saved tensors (offloading, say) do not see what is saved: a
+    chunk's graph is differentiated at once, and fake tensors are nothing to hand out."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _scale(ctx: Any, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:

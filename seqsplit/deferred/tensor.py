@@ -173,6 +173,7 @@ class DeferredTensor(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
+    @torch.compiler.disable
     def __torch_dispatch__(
         cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
