@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..autocast import Autocast
+from ..runtime import own_saved_tensors
 from .expression import Layout, Node, Operand, Operation, Result, Source, Value
 
 __all__ = ["apply"]
@@ -216,7 +217,7 @@ class _Trial:
             axes = possible if axes is None else [a & b for a, b in zip(axes, possible)]
         if any(not options for options in axes):
             return None
-        with torch.enable_grad():
+        with torch.enable_grad(), own_saved_tensors():
             rows = [_requiring_grad(row, leaf) for row, leaf in zip(rows, self._leaves)]
             values, given = pytree.tree_flatten(self._call(rows, self._lead_of(_ROWS), slice(None)))
         results = []

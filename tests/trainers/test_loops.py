@@ -167,14 +167,6 @@ def test_save_on_cpu(plans):
     check_all_split(plans)
 
 
-HOOKS_IN_CAPTURE = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="saved-tensor hooks are called with the fake tensors of the capture, which then fails",
-)
-
-
-@HOOKS_IN_CAPTURE
 @pytest.mark.parametrize("loss_of", [labelled_loss, loss_of_logits])
 def test_saved_as_arrays(loss_of, plans):
     """Hooks that need the values of what they are given."""
@@ -199,11 +191,6 @@ def saves_at(model, length):
     return hooks.count
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="saved-tensor hooks are called for the graph of each chunk of the head",
-)
 def test_saves_do_not_grow_with_the_chunks():
     """What a chunk saves for itself is gone when it has run: it is not to be sent away."""
     model = add_seqsplit(tiny_model())
@@ -220,10 +207,6 @@ def offloading(model, monkeypatch):
         return manager.get_act_offloading_ctx_manager(model, **options)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="its hooks on the head break the graph, and Dynamo traces the code of DeferredTensor",
-)
 def test_activation_offloading(monkeypatch, plans):
     """TRL counts what it has stored: all of it is to be fetched in the backward."""
 
@@ -240,7 +223,6 @@ def test_activation_offloading(monkeypatch, plans):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.xfail(strict=True, reason="Dynamo traces the code of DeferredTensor")
 def test_compiled_loss():
     """The loss function goes through torch.compile, the model through seqsplit."""
 

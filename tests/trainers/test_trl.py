@@ -57,11 +57,6 @@ def check_trainer(make_trainer, plans, *, make_model=tiny_model, **options):
     return outcomes
 
 
-TRL_HEAD = pytest.mark.xfail(
-    strict=True,
-    reason="stitch raises KeyError for what follows TRL's own head: x.view(mask.size()).sum()",
-)
-
 # Activation offloading is not here: TRL's needs an accelerator. See test_loops.py.
 SFT = {
     "plain": (plain_texts, {"gradient_accumulation_steps": 2}),
@@ -71,7 +66,6 @@ SFT = {
 }
 
 
-@TRL_HEAD
 @pytest.mark.parametrize("name", SFT)
 def test_sft(name, tmp_path, plans):
     data, arguments = SFT[name]
@@ -115,7 +109,6 @@ def dpo_trainer(model, folder, **options):
     )
 
 
-@TRL_HEAD
 def test_dpo(tmp_path, plans):
     """With a reference model, which is compiled as well."""
 
@@ -130,7 +123,6 @@ def test_dpo(tmp_path, plans):
     check_layers_split(plans)
 
 
-@TRL_HEAD
 def test_dpo_with_adapter(tmp_path, plans):
     """The reference is the model with its adapter switched off."""
     check_trainer(lambda model: dpo_trainer(model, tmp_path, peft_config=lora()), plans)
@@ -180,7 +172,6 @@ class AfterEachStep(transformers.TrainerCallback):
         self.counts.append(len(self.plans))
 
 
-@TRL_HEAD
 @pytest.mark.parametrize("name", GRPO_KINDS)
 def test_grpo(name, tmp_path, plans):
     """Generation, scoring and training in turn, from the same random numbers.
