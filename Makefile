@@ -3,6 +3,7 @@
 # make bench  measure memory growth, FLOPs, compile time and step time on this machine's CPU
 # make coverage  try every causal LM of the transformers catalogue, write docs/coverage.md
 # make objectives  measure every training objective, write docs/objectives.md
+# make trainers  measure memory inside trainers, write docs/trainers.md
 # make outside   try decoders of other packages, write docs/coverage-outside.md
 # make fuzz   try N random decoders (make fuzz N=2000)
 # make gpu    measure on a GPU, with the Python that has torch; installs nothing
@@ -24,7 +25,7 @@ VENV := .venv
 VENV_PYTHON := $(CURDIR)/$(VENV)/bin/python
 SITE := .cache/site
 
-.PHONY: help demo test bench coverage objectives outside fuzz gpu lint clean
+.PHONY: help demo test bench coverage objectives trainers outside fuzz gpu lint clean
 .DELETE_ON_ERROR:
 .PRECIOUS: $(VENV)/.installed-%
 
@@ -47,6 +48,9 @@ coverage: $(VENV)/.installed-test
 
 objectives: $(VENV)/.installed-test
 	$(VENV_PYTHON) -m benchmarks.objectives
+
+trainers: $(VENV)/.installed-test
+	$(VENV_PYTHON) -m benchmarks.trainers
 
 outside: $(VENV)/.installed-test
 	$(VENV_PYTHON) -m benchmarks.outside --workers $(WORKERS)
