@@ -17,7 +17,7 @@ from ..errors import StaleLogitsError, format_message
 from ..placement import Chunk, Placement, Sum
 from ..plan import Body, BodyInput, BodyOutput, Options, Segment
 from ..runtime import chunk_bounds, run_segment
-from .expression import Node, Operand, Operation, Source
+from .expression import Call, Node, Operand, Operation, Source
 
 __all__ = ["check_version", "compute", "compute_total", "fits_one_chunk"]
 
@@ -54,33 +54,31 @@ def _run(program: _Program, specs: list[BodyOutput], options: Options) -> tuple[
     segment = Segment(body, "values computed from the logits", options, program.width)
     bounds = chunk_bounds(program.num_rows, _chunk_rows(program.width, options))
     with torch.set_grad_enabled(any(spec.needs_grad for spec in specs)):
-        return run_segment(segment, program.num_rows, (), program.operands(), bounds)
+        return run_segment(segment, program.num_rows, (), program.take_operands(), bounds)
 
 
 class _Program:
     """Nodes as the code of a chunk body. Equal parts are computed once."""
 
     def __init__(self, nodes: Sequence[Node], *, total: bool) -> None:
-        self.num_rows = nodes[0].num_rows
-        self.inputs: list[BodyInput] = []
-        self.width = 1
-        self._total = total
-        self._sources: list[Source] = []
-        self._constants: dict[int, Tensor] = {}
-        self._steps: list[tuple[Operation, list[tuple[str, Any]]]] = []
-        self._numbers: dict[Any, int] = {}
-        self._places: dict[Node, tuple[str, Any]] = {}
-        self._results = [self._place(node) for node in nodes]
-        order = [Chunk(0)] * len(self._sources) + [Placement()] * len(self._constants)
+        self.num_rows, self._total = nodes[0].num_rows, total
+        writing = _Writing()
+        self._results = [writing.place(node) for node in nodes]
+        self._steps, self.width = writing.steps, writing.width
+        self._num_sources, self._constants = len(writing.sources), list(writing.constants)
+        self.operands = [*(s.rows() for s in writing.sources), *writing.constants.values()]
+        order = [Chunk(0)] * self._num_sources + [Placement()] * len(self._constants)
         self.inputs = [BodyInput(index, placement) for index, placement in enumerate(order)]
 
-    def operands(self) -> list[Tensor]:
-        return [*(source.rows() for source in self._sources), *self._constants.values()]
+    def take_operands(self) -> list[Tensor]:
+        """The tensors it is run on, which are then autograd's to keep."""
+        operands, self.operands = self.operands, []
+        return operands
 
     def __call__(self, start: int, end: int, length: int, *inputs: Any) -> tuple[Tensor, ...]:
         *inputs, _replay = inputs
-        rows = inputs[: len(self._sources)]
-        constants = dict(zip(self._constants, inputs[len(self._sources) :]))
+        rows = inputs[: self._num_sources]
+        constants = dict(zip(self._constants, inputs[self._num_sources :]))
         done: list[list[Tensor]] = []
 
         def look_up(place: tuple[str, Any]) -> Any:
@@ -91,15 +89,27 @@ class _Program:
                 return constants[which]
             return done[which[0]][which[1]] if kind == "step" else which
 
-        for operation, leaves in self._steps:
-            done.append(operation.run([look_up(leaf) for leaf in leaves], end - start))
+        for call, leaves in self._steps:
+            done.append(call.run([look_up(leaf) for leaf in leaves], end - start))
         results = [look_up(place) for place in self._results]
         if self._total:
             wide = torch.promote_types(results[0].dtype, torch.float32)
             results = [results[0].to(wide).sum()]
         return tuple(results)
 
-    def _place(self, node: Node) -> tuple[str, Any]:
+
+class _Writing:
+    """Finds the steps that compute nodes, and what they need."""
+
+    def __init__(self) -> None:
+        self.sources: list[Source] = []
+        self.constants: dict[int, Tensor] = {}
+        self.steps: list[tuple[Call, list[tuple[str, Any]]]] = []
+        self.width = 1
+        self._numbers: dict[Any, int] = {}
+        self._places: dict[Node, tuple[str, Any]] = {}
+
+    def place(self, node: Node) -> tuple[str, Any]:
         """Where a node's rows are to be found when the code runs."""
         if node not in self._places:
             self._places[node] = self._new_place(node)
@@ -112,37 +122,30 @@ class _Program:
             source = node if isinstance(node, Source) else Source(computed)
             source.rows()  # those of a value that has to be computed whole, too
             check_version(source.base, source.version)
-            for index, other in enumerate(self._sources):
+            for index, other in enumerate(self.sources):
                 if source.same_rows(other):
                     return "source", index
-            self._sources.append(source)
-            return "source", len(self._sources) - 1
+            self.sources.append(source)
+            return "source", len(self.sources) - 1
         return "step", (self._step(node.operation), node.slot)
 
     def _step(self, operation: Operation) -> int:
+        call = operation.call
         leaves = [self._leaf(leaf, operation) for leaf in operation.leaves]
-        layouts = tuple(
-            (operand.layout.axes, len(operand.layout.lead)) for operand in operation.operands
-        )
-        key = (
-            operation.function,
-            operation.structure,
-            operation.recorded,
-            operation.autocast,
-            layouts,
-            tuple((kind, repr(which)) for kind, which in leaves),
-        )
+        layouts = tuple(layout and (layout.axes, len(layout.lead)) for layout in call.layouts)
+        plain = tuple((kind, repr(which)) for kind, which in leaves)
+        key = (call.function, call.structure, call.recorded, call.autocast, layouts, plain)
         if key not in self._numbers:
-            self._numbers[key] = len(self._steps)
-            self._steps.append((operation, leaves))
+            self._numbers[key] = len(self.steps)
+            self.steps.append((call, leaves))
         return self._numbers[key]
 
     def _leaf(self, leaf: Any, operation: Operation) -> tuple[str, Any]:
         if isinstance(leaf, Operand):
-            return self._place(leaf.node)
+            return self.place(leaf.node)
         if isinstance(leaf, Tensor):
             check_version(leaf, operation.versions[id(leaf)])
-            self._constants[id(leaf)] = leaf
+            self.constants[id(leaf)] = leaf
             return "constant", id(leaf)
         return "plain", leaf
 

@@ -10,6 +10,7 @@ sources, so that nothing wide is ever cut.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -172,56 +173,37 @@ class Result:
     differentiable: bool = True
 
 
-class Operation:
-    """A call, one row of whose results depends on one row of its operands.
+@dataclass(frozen=True)
+class Call:
+    """A function with everything about its arguments but the rows: what a chunk's code holds.
 
-    Args:
-        function: what was called.
-        leaves, structure: its arguments, flattened; operands stand for nodes, tensors among them
-            are whole (weights, constants).
+    (Were it to hold nodes, a computed node would be held by its own history.)
+
+    Attributes:
+        function: what is called.
+        layouts: of the arguments that have rows, ``None`` for others.
+        structure: of the arguments.
         results: the tensors it gives.
         recorded: whether gradients were being recorded.
         autocast: as it was around the call.
     """
 
-    def __init__(
-        self,
-        function: Callable,
-        leaves: Sequence[Any],
-        structure: pytree.TreeSpec,
-        results: Sequence[Result],
-        recorded: bool,
-        autocast: Autocast,
-    ) -> None:
-        self.function, self.leaves, self.structure = function, list(leaves), structure
-        self.results, self.recorded, self.autocast = list(results), recorded, autocast
-        self.versions = {id(tensor): tensor._version for tensor in self.constants}
-
-    @property
-    def operands(self) -> Iterator[Operand]:
-        return (leaf for leaf in self.leaves if isinstance(leaf, Operand))
-
-    @property
-    def constants(self) -> Iterator[Tensor]:
-        return (leaf for leaf in self.leaves if isinstance(leaf, Tensor))
-
-    def on(self, leaves: Sequence[Any]) -> Operation:
-        """The same call with other arguments."""
-        other = Operation(
-            self.function, leaves, self.structure, self.results, self.recorded, self.autocast
-        )
-        other.versions = self.versions
-        return other
+    function: Callable
+    layouts: tuple[Layout | None, ...]
+    structure: pytree.TreeSpec
+    results: tuple[Result, ...]
+    recorded: bool
+    autocast: Autocast
 
     def run(self, leaves: Sequence[Any], num_rows: int) -> list[Tensor]:
         """The rows of its results.
 
         Args:
-            leaves: the arguments, with rows ``[num_rows, *features]`` in place of operands.
+            leaves: the arguments, rows ``[num_rows, *features]`` where there are such.
         """
         arguments = [
-            kept.layout.holding(num_rows).arrange(leaf) if isinstance(kept, Operand) else leaf
-            for kept, leaf in zip(self.leaves, leaves)
+            leaf if layout is None else layout.holding(num_rows).arrange(leaf)
+            for layout, leaf in zip(self.layouts, leaves)
         ]
         args, kwargs = pytree.tree_unflatten(arguments, self.structure)
         recording = self.recorded and torch.is_grad_enabled()
@@ -234,6 +216,58 @@ class Operation:
             for value, result in zip(values, self.results)
         ]
 
+    def alike(self, other: Call) -> bool:
+        """Whether it is the same but for the number of rows."""
+        mine, others = (
+            [layout and (layout.axes, len(layout.lead)) for layout in call.layouts]
+            for call in (self, other)
+        )
+        return (
+            self.function is other.function
+            and self.structure == other.structure
+            and self.recorded == other.recorded
+            and self.autocast == other.autocast
+            and mine == others
+        )
+
+
+class Operation:
+    """A call, one row of whose results depends on one row of its operands.
+
+    Args:
+        function, structure, results, recorded, autocast: see :class:`Call`.
+        leaves: its arguments, flattened; operands stand for nodes, tensors among them are whole
+            (weights, constants).
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        leaves: Sequence[Any],
+        structure: pytree.TreeSpec,
+        results: Sequence[Result],
+        recorded: bool,
+        autocast: Autocast,
+    ) -> None:
+        layouts = tuple(leaf.layout if isinstance(leaf, Operand) else None for leaf in leaves)
+        self.call = Call(function, layouts, structure, tuple(results), recorded, autocast)
+        self.leaves = list(leaves)
+        self.versions = {id(tensor): tensor._version for tensor in self.constants}
+
+    @property
+    def operands(self) -> Iterator[Operand]:
+        return (leaf for leaf in self.leaves if isinstance(leaf, Operand))
+
+    @property
+    def constants(self) -> Iterator[Tensor]:
+        return (leaf for leaf in self.leaves if isinstance(leaf, Tensor))
+
+    def on(self, leaves: Sequence[Any]) -> Operation:
+        """The same call on other rows."""
+        other = copy.copy(self)
+        other.leaves = list(leaves)
+        return other
+
 
 class Value(Node):
     """One result of an operation."""
@@ -242,11 +276,11 @@ class Value(Node):
         self.operation, self.slot = operation, slot
         operands = list(operation.operands)
         self.num_rows, self.device = operands[0].node.num_rows, operands[0].node.device
-        result = operation.results[slot]
+        result = operation.call.results[slot]
         self.features, self.dtype = result.features, result.dtype
         inputs = [*(operand.node for operand in operands), *operation.constants]
         self.requires_grad = (
-            operation.recorded
+            operation.call.recorded
             and result.differentiable
             and any(value.requires_grad for value in inputs)
         )
@@ -317,22 +351,14 @@ def _concatenate_operations(
     operations: Sequence[Operation], memo: dict[Any, Any]
 ) -> Operation | None:
     first = operations[0]
-    for operation in operations:
-        if (
-            operation.function is not first.function
-            or operation.structure != first.structure
-            or operation.recorded != first.recorded
-            or operation.autocast != first.autocast
-        ):
-            return None
+    if not all(operation.call.alike(first.call) for operation in operations):
+        return None
     leaves = []
     for column in zip(*(operation.leaves for operation in operations)):
         kept = column[0]
         if any(type(leaf) is not type(kept) for leaf in column):
             return None
         if isinstance(kept, Operand):
-            if any(leaf.layout.axes != kept.layout.axes for leaf in column):
-                return None
             node = concatenate([leaf.node for leaf in column], memo)
             if node is None:
                 return None

@@ -90,7 +90,7 @@ def _row_wise(
     if (
         node.features != features
         or node.dtype != dtype
-        or not operation.results[0].layout.is_leading
+        or not operation.call.results[0].layout.is_leading
     ):
         return None
     width = max(leaf.node.width for leaf in rows)

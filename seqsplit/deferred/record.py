@@ -91,7 +91,7 @@ def row_wise(func: Callable, args: tuple, kwargs: dict) -> Any:
         DeferredTensor.make(
             Value(operation, slot), result.layout, given[0]._options, given[0]._hidden_width
         )
-        for slot, result in enumerate(operation.results)
+        for slot, result in enumerate(operation.call.results)
     ]
     return pytree.tree_unflatten(made, returned)
 
