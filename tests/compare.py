@@ -18,6 +18,7 @@ from collections.abc import Mapping
 import torch
 
 import seqsplit
+from seqsplit.deferred import DeferredTensor
 
 OUTPUT_TOLERANCE = 1e-12
 GRADIENT_TOLERANCE = 1e-9
@@ -112,7 +113,7 @@ class Record:
     def __init__(self, outputs, goal, module, inputs):
         self.goal = goal.detach()
         self.requires_grad = goal.requires_grad
-        self.outputs = {name: t.detach() for name, t in tensors(outputs)}
+        self.outputs = {name: computed(t).detach() for name, t in tensors(outputs)}
         self.gradients = {name: _grad(p) for name, p in module.named_parameters()}
         for name, tensor in tensors(inputs):
             if tensor.requires_grad:
@@ -184,6 +185,11 @@ def every_output(outputs):
             weight = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
             total = total + (tensor * weight.to(tensor.dtype)).sum()
     return total
+
+
+def computed(tensor):
+    """An output as an ordinary tensor: it is going to be looked at as a whole."""
+    return tensor.materialize() if isinstance(tensor, DeferredTensor) else tensor
 
 
 def tensors(tree, prefix=""):

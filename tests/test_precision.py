@@ -56,7 +56,7 @@ def compiled_gradients(entry, model, chunk_size, *args, strict=True):
 )
 def test_bfloat16_error_does_not_grow_with_the_number_of_chunks(name, parts):
     entry = HANDWRITTEN[name]
-    model = entry.build(max_positions=LONG).to(torch.bfloat16)
+    model = entry.build(max_positions=LONG + 1).to(torch.bfloat16)
     ids, labels = batches.with_labels(2, LONG)
     wide = copy.deepcopy(model).float()
     truth = gradients(wide, lambda *a: entry.step(wide, *a), ids, labels)
@@ -169,7 +169,7 @@ def test_the_recomputation_runs_under_the_forwards_autocast():
 @pytest.mark.parametrize("name", ["nano-fused", "rope-manual"])
 def test_autocast_around_the_forward_only(name, parameters):
     entry = HANDWRITTEN[name]
-    model = entry.build(max_positions=LENGTH).to(parameters)
+    model = entry.build(max_positions=LENGTH + 1).to(parameters)
     ids, labels = batches.with_labels(2, LENGTH)
     wide = copy.deepcopy(model).double()
     truth = gradients(wide, lambda: entry.step(wide, ids, labels))
