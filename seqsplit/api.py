@@ -220,8 +220,8 @@ class Handle:
                     format_message(
                         "strict=True, and the model would run whole",
                         why=str(error),
-                        fix="do not decide by the length in Python, nor loop over positions; a mask "
-                        "or table kept in a buffer has to be longer than the sequence",
+                        fix="do not decide by the length in Python, nor loop over positions; "
+                        "a mask in a buffer has to be longer than the sequence",
                     )
                 ) from None
             return self._whole(captured, Run(str(error), no_sequence=error.no_sequence))
