@@ -2,5 +2,6 @@
 
 from .facts import NothingToSplit
 from .pipeline import Executor, build_plan
+from .rules import rule
 
-__all__ = ["Executor", "NothingToSplit", "build_plan"]
+__all__ = ["Executor", "NothingToSplit", "build_plan", "rule"]

@@ -15,7 +15,7 @@ themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import sympy
@@ -83,8 +83,10 @@ def choose_cuts(
     borders = sorted({position[n] for n in reads.mixers if n not in whole})
     light = {position[n] for n in reads.light}
     fixed = set(reads.mixers) | whole
-    costs = _crossing_bytes(facts, order, last_use, whole | tail, fixed)
-    waists = _waists(facts, order, costs, borders, light)
+    outside = whole | tail
+    costs = _crossing_bytes(facts, order, last_use, outside, lambda n: _kept_as(facts, n, fixed))
+    widths = _crossing_bytes(facts, order, last_use, outside, lambda n: n)
+    waists = _waists(facts, order, costs, widths, borders, light)
     kept = [w for index, w in enumerate(waists) if index % segment_layers == 0]
     if waists and waists[-1] not in kept:
         kept.append(waists[-1])
@@ -160,7 +162,12 @@ def _kept_as(facts: Facts, node: fx.Node, fixed: set[fx.Node]) -> fx.Node:
 
 
 def _waists(
-    facts: Facts, order: list[fx.Node], costs: list[float], borders: list[int], light: set[int]
+    facts: Facts,
+    order: list[fx.Node],
+    costs: list[float],
+    widths: list[float],
+    borders: list[int],
+    light: set[int],
 ) -> list[int]:
     """The chosen place in each stretch between mixers, the stretch before the first included.
 
@@ -183,7 +190,7 @@ def _waists(
         finite = [p for p in places if costs[p] != math.inf]
         if (last or empty) and finite:
             # A head widens (to the vocabulary) before it narrows to numbers: cut before it does.
-            widest = max(finite, key=lambda p: costs[p])
+            widest = max(finite, key=lambda p: widths[p])
             finite = [p for p in finite if p < widest] or finite
         if finite:
             best = min(costs[p] for p in finite)
@@ -214,9 +221,9 @@ def _crossing_bytes(
     order: list[fx.Node],
     last_use: dict[fx.Node, int],
     outside: set[fx.Node],
-    fixed: set[fx.Node],
+    kept_as: Callable[[fx.Node], fx.Node],
 ) -> list[float]:
-    """For every place, the bytes per token of the stream values that are alive after it."""
+    """For every place, the bytes per token of what is kept for the values alive after it."""
     changes = [0.0] * (len(order) + 2)
     blocked = [0] * (len(order) + 2)
     for index, node in enumerate(order):
@@ -226,7 +233,7 @@ def _crossing_bytes(
             blocked[index] += 1
             blocked[last_use[node]] -= 1
             continue
-        size = bytes_per_token(facts, _kept_as(facts, node, fixed))
+        size = bytes_per_token(facts, kept_as(node))
         changes[index] += size
         changes[last_use[node]] -= size
     costs, alive, barred = [], 0.0, 0

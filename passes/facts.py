@@ -27,7 +27,7 @@ from .lower import Lowered
 from .rules.attention import SDPA, SOFTMAX
 from .rules.registry import arguments_of, operands_of
 
-__all__ = ["Facts", "NothingToSplit", "find_sequence", "propagate"]
+__all__ = ["Facts", "NothingToSplit", "find_sequence", "fixed_length", "propagate"]
 
 aten = torch.ops.aten
 
@@ -195,10 +195,19 @@ def _nothing_to_split(
     place = 1 if seq_dim is None else seq_dim
     if any(size == 1 for node in inputs for size in lowered.shape(node)[place : place + 1 or None]):
         return NothingToSplit("the sequence has one position")
-    if any(_mixed_size(node, lowered) is not None for node in lowered.graph.nodes):
-        reason = "the model's own code fixes the length of the sequence"
-        return NothingToSplit(reason, fixed=True)
+    mixed = [size for n in lowered.graph.nodes if (size := _mixed_size(n, lowered)) is not None]
+    if mixed:
+        return fixed_length(max((int(size) for size in mixed if size.is_Integer), default=0))
     return NothingToSplit("no dim of the inputs is a sequence", no_sequence=True)
+
+
+def fixed_length(length: int) -> NothingToSplit:
+    """The refusal of a graph that holds for one length. Two positions, one of which has no
+    target, are no more of a sequence than one is."""
+    if 0 < length <= 2:
+        return NothingToSplit("the sequence has two positions at the most")
+    reason = "the model's own code fixes the length of the sequence"
+    return NothingToSplit(reason, fixed=True)
 
 
 def _as_symbol(lowered: Lowered, size: sympy.Expr) -> sympy.Symbol:

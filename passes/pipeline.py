@@ -29,7 +29,7 @@ from .attend import Reads, attend
 from .check import check_plan
 from .cut import Cuts, Group, bytes_per_token, choose_cuts
 from .demand import AddedLater, Demands, Input, Narrow, NeededWhole, ReadKeys, demand
-from .facts import Facts, NothingToSplit, find_sequence, propagate
+from .facts import Facts, find_sequence, fixed_length, propagate
 from .lower import lower
 from .normalize import normalize, normalize_means
 from .regions import Regions
@@ -120,7 +120,7 @@ def build_plan(
         except Regrouped:
             facts = propagate(lowered, sequence)
     if not placed and facts.keeps_activations:
-        raise NothingToSplit("the model's own code fixes the length of the sequence", fixed=True)
+        raise fixed_length(lowered.hints.get(sequence, 0))
     if options.strict and planner.reasons:
         scope, reason = planner.entries[0]
         raise NotStreamedError(

@@ -1,10 +1,9 @@
 """seqsplit: train causal decoders on long sequences in a fraction of the memory, exactly."""
 
-from .api import compile, disable  # noqa: A004 - named after torch.compile
+from .api import compile, disable, rule  # noqa: A004 - named after torch.compile
 from .errors import SeqsplitError
 from .explain import Report, explain
 from .memory import track_memory
-from .passes.rules import rule
 from .placement import Chunk, Sum, Whole
 from .verify import Verification, verify
 

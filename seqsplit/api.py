@@ -28,11 +28,11 @@ from .errors import (
     UnfinishedPlanWarning,
     format_message,
 )
-from .passes import Executor, NothingToSplit, build_plan
+from .passes import Executor, NothingToSplit, build_plan, rule
 from .plan import Options, Plan
 from .runtime import own_saved_tensors, run_segment
 
-__all__ = ["Handle", "Run", "compile", "disable", "handle_for", "handle_of", "modules_of"]
+__all__ = ["Handle", "Run", "compile", "disable", "handle_for", "handle_of", "modules_of", "rule"]
 
 Target = TypeVar("Target", bound=Callable)
 
