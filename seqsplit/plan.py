@@ -52,6 +52,10 @@ class Options:
         rows = _CHUNK_ELEMENTS // max(width, 1)
         return max(_MIN_ROWS, min(_MAX_ROWS, rows // _ROW_STEP * _ROW_STEP))
 
+    def head_rows(self, width: int) -> int:
+        """Rows per chunk of a head whose widest value has ``width`` elements per row."""
+        return self.head_chunk_size or self.automatic_rows(width)
+
 
 @dataclass(frozen=True)
 class BodyInput:

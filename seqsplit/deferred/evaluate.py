@@ -42,17 +42,13 @@ def compute_total(node: Node, options: Options) -> Tensor:
 
 def fits_one_chunk(node: Node, options: Options) -> bool:
     """Whether a node has no more rows than one chunk."""
-    return node.num_rows <= _chunk_rows(node.width, options)
-
-
-def _chunk_rows(width: int, options: Options) -> int:
-    return options.head_chunk_size or options.automatic_rows(width)
+    return node.num_rows <= options.head_rows(node.width)
 
 
 def _run(program: _Program, specs: list[BodyOutput], options: Options) -> tuple[Tensor, ...]:
     body = Body(program, None, tuple(program.inputs), tuple(specs), (), 0, "")
     segment = Segment(body, "values computed from the logits", options, program.width)
-    bounds = chunk_bounds(program.num_rows, _chunk_rows(program.width, options))
+    bounds = chunk_bounds(program.num_rows, options.head_rows(program.width))
     with torch.set_grad_enabled(any(spec.needs_grad for spec in specs)):
         return run_segment(segment, program.num_rows, (), program.take_operands(), bounds)
 

@@ -25,6 +25,8 @@ from .tensor import DeferredTensor
 
 __all__ = ["defer_logits"]
 
+_WIDEST = 2**62  # no vocabulary is larger
+
 
 def defer_logits(
     modules: Iterable[nn.Module], options: Options, inputs: Any
@@ -37,16 +39,20 @@ def defer_logits(
         inputs: arguments of the call. If they hold too few tokens for two chunks (a step of
             ``generate()``), the context does nothing at all.
     """
-    width = max(
-        (p.shape[0] for m in modules for p in m.parameters() if p.ndim == 2), default=0
-    )  # [out, in], or an embedding [V, d] that is tied to the head
     num_tokens = max(
-        (torch.Size(leaf.shape[:2]).numel() for leaf in pytree.tree_leaves(inputs)
-         if isinstance(leaf, Tensor)),
+        (
+            torch.Size(leaf.shape[:2]).numel()
+            for leaf in pytree.tree_leaves(inputs)
+            if isinstance(leaf, Tensor)
+        ),
         default=0,
-    )  # fmt: skip
-    few = num_tokens <= (options.head_chunk_size or options.automatic_rows(width))
-    if few or torch.is_inference_mode_enabled():
+    )
+    # A step of generation ends here: it is not to pay for a look at all parameters.
+    if num_tokens <= options.head_rows(_WIDEST) or torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    # [out, in], or an embedding [V, d] that is tied to the head
+    width = max((p.shape[0] for m in modules for p in m.parameters() if p.ndim == 2), default=0)
+    if num_tokens <= options.head_rows(width):
         return contextlib.nullcontext()
     return _Deferring(width, options)
 
