@@ -187,20 +187,22 @@ def _waists(
         empty = [] if first else [p for p in places if costs[p] == 0]
         if empty:
             places = [p for p in places if p < empty[0]]
-        finite = [p for p in places if costs[p] != math.inf]
+        # In a head, what is alive counts: there are the logits themselves.
+        cost = widths if last or empty else costs
+        finite = [p for p in places if cost[p] != math.inf]
         if (last or empty) and finite:
             # A head widens (to the vocabulary) before it narrows to numbers: cut before it does.
-            widest = max(finite, key=lambda p: widths[p])
+            widest = max(finite, key=lambda p: cost[p])
             finite = [p for p in finite if p < widest] or finite
         if finite:
-            best = min(costs[p] for p in finite)
-            ties = [p for p in finite if costs[p] == best]
+            best = min(cost[p] for p in finite)
+            ties = [p for p in finite if cost[p] == best]
             place = ties[-1]
             if (last or empty) and depth is not None:
                 # The stretch runs on into a head: cut where the layers before were cut, unless
                 # that is much wider, so that the last layer shares their body.
                 alike = [p for p in finite if _depth(facts, order, start, p) == depth]
-                place = next((p for p in alike if costs[p] <= 2 * best), place)
+                place = next((p for p in alike if cost[p] <= 2 * best), place)
             elif not first:
                 depth = _depth(facts, order, start, place)
             chosen.append(place)

@@ -54,6 +54,7 @@ _KEEPS_NOTHING = {
     aten.view.default,
 }
 _SCALES = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
+_FEW = 4
 _DETACHES = {aten.detach.default, aten.detach_.default}
 
 
@@ -202,10 +203,10 @@ def _nothing_to_split(
 
 
 def fixed_length(length: int) -> NothingToSplit:
-    """The refusal of a graph that holds for one length. Two positions, one of which has no
-    target, are no more of a sequence than one is."""
-    if 0 < length <= 2:
-        return NothingToSplit("the sequence has two positions at the most")
+    """The refusal of a graph that holds for one length. A few positions, of which one is left
+    when labels are shifted, are no more of a sequence than one is."""
+    if 0 < length <= _FEW:
+        return NothingToSplit(f"the sequence has {length} positions")
     reason = "the model's own code fixes the length of the sequence"
     return NothingToSplit(reason, fixed=True)
 
