@@ -126,6 +126,8 @@ STREAMED = {
     "its own choice": lambda x, y: x.gather(-1, x.argmax(-1, keepdim=True)).sum(),
     "mean of everything": lambda x, y: x.square().mean(),
     "sum of everything": lambda x, y: (x.softmax(-1) * x).sum(),
+    "given by name": lambda x, y: torch.logsumexp(input=torch.mul(input=x, other=2), dim=-1).sum(),
+    "sum of something given by name": lambda x, y: torch.sum(input=torch.square(input=x)),
     "written into": lambda x, y: F.cross_entropy((x.div_(0.5)).mT, y),
     "written into by an operator": lambda x, y: picked(_halved(x), y).square().sum(),
     "norm of each": lambda x, y: torch.linalg.vector_norm(x, dim=-1).sum(),

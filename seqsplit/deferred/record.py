@@ -25,7 +25,7 @@ def record(func: Callable, args: tuple, kwargs: dict) -> Any:
     """The result of a call, deferred if it can be; ``NotImplemented`` if the tensors have to be
     computed first."""
     name = _name_of(func)
-    if is_write(name) and isinstance(args[0], DeferredTensor):
+    if args and is_write(name) and isinstance(args[0], DeferredTensor):
         return write(func, args, kwargs, row_wise)
     args, kwargs = pytree.tree_map_only(DeferredTensor, current, (args, kwargs))
     given = deferred_in(args, kwargs)
@@ -39,7 +39,7 @@ def record(func: Callable, args: tuple, kwargs: dict) -> Any:
         joined = _join(name, args, kwargs)
         if joined is not None:
             return joined
-    if isinstance(args[0], DeferredTensor) and len(given) == 1:
+    if args and isinstance(args[0], DeferredTensor) and len(given) == 1:
         found = _rearranged(func, name, args[0], args[1:], kwargs)
         if found is not None:
             return found

@@ -59,8 +59,8 @@ def as_total(func: Callable, name: str, args: tuple, kwargs: dict) -> Total | No
 
 def _plain(name: str, args: tuple, kwargs: dict) -> Total | None:
     """``x.sum()`` and ``x.mean()`` of something wide."""
-    (tensor, *more) = args
-    if more or set(kwargs) - {"dtype"} or not isinstance(tensor, DeferredTensor):
+    tensor, *more = args or (kwargs.get("input"),)
+    if more or set(kwargs) - {"dtype", "input"} or not isinstance(tensor, DeferredTensor):
         return None
     if not tensor.is_wide or not tensor._node.dtype.is_floating_point:
         return None
