@@ -128,7 +128,7 @@ class _Writing:
     def _step(self, operation: Operation) -> int:
         call = operation.call
         leaves = [self._leaf(leaf, operation) for leaf in operation.leaves]
-        layouts = tuple(layout and (layout.axes, len(layout.lead)) for layout in call.layouts)
+        layouts = tuple(layout and layout.form for layout in call.layouts)
         plain = tuple((kind, repr(which)) for kind, which in leaves)
         key = (call.function, call.structure, call.recorded, call.autocast, layouts, plain)
         if key not in self._numbers:

@@ -32,6 +32,7 @@ __all__ = [
     "concatenate",
     "detached",
     "select",
+    "unless_all",
 ]
 
 
@@ -59,6 +60,11 @@ class Layout:
     @property
     def num_rows(self) -> int:
         return torch.Size(self.lead).numel()
+
+    @property
+    def form(self) -> tuple[tuple[int, ...], int]:
+        """What is the same for any number of rows."""
+        return self.axes, len(self.lead)
 
     def holding(self, num_rows: int) -> Layout:
         """As many dims, for another number of rows."""
@@ -219,8 +225,7 @@ class Call:
     def alike(self, other: Call) -> bool:
         """Whether it is the same but for the number of rows."""
         mine, others = (
-            [layout and (layout.axes, len(layout.lead)) for layout in call.layouts]
-            for call in (self, other)
+            [layout and layout.form for layout in call.layouts] for call in (self, other)
         )
         return (
             self.function is other.function
@@ -380,5 +385,9 @@ def _concatenate_sources(sources: Sequence[Source]) -> Source:
         return Source(torch.cat([source.rows() for source in sources]))
     every = torch.arange(len(base))
     index = torch.cat([every if s.index is None else s.index for s in sources])
-    whole = index.shape == every.shape and torch.equal(index, every)
-    return Source(base, None if whole else index, sources[0].version)
+    return Source(base, unless_all(index, len(base)), sources[0].version)
+
+
+def unless_all(index: Tensor, num_rows: int) -> Tensor | None:
+    """A choice of rows, ``None`` if it is all of them in order."""
+    return None if torch.equal(index, torch.arange(num_rows)) else index

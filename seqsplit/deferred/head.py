@@ -78,7 +78,7 @@ def _row_wise(
             return None
         leaves.append(Operand(Source(layout.rows_of(operand)), layout))
     rows = [leaf for leaf in leaves if isinstance(leaf, Operand)]
-    if not rows or not any(leaf.node.requires_grad or leaf.node.features for leaf in rows):
+    if not rows:
         return None
     leaves, structure = pytree.tree_flatten((tuple(leaves), {}))
     place = next(index for index, leaf in enumerate(leaves) if isinstance(leaf, Operand))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .expression import Layout
+from .expression import Layout, unless_all
 
 __all__ = ["Rearranged", "joining", "rearrange"]
 
@@ -158,7 +158,7 @@ def _index(layout: Layout, features: tuple[int, ...], key: Any) -> list[Rearrang
         return None
     lead = Layout.leading(chosen.shape)
     further = None if plain else (slice(None),) * chosen.ndim + tuple(rest)
-    return [Rearranged(lead, _unless_all(chosen.flatten(), layout), further)]
+    return [Rearranged(lead, unless_all(chosen.flatten(), layout.num_rows), further)]
 
 
 def _slice(layout: Layout, num_features: int, key: Any) -> list[Rearranged] | None:
@@ -170,7 +170,7 @@ def _slice(layout: Layout, num_features: int, key: Any) -> list[Rearranged] | No
         return None
     chosen = _numbers(layout)[tuple(keys[axis] for axis in layout.axes)]
     kept = Layout(tuple(chosen.shape), layout.axes)
-    return [Rearranged(kept, _unless_all(chosen.flatten(), layout))]
+    return [Rearranged(kept, unless_all(chosen.flatten(), layout.num_rows))]
 
 
 def _pick(
@@ -221,11 +221,6 @@ def _on_cpu(item: Any) -> Any:
     return item.cpu() if isinstance(item, Tensor) else item
 
 
-def _unless_all(index: Tensor, layout: Layout) -> Tensor | None:
-    every = torch.arange(layout.num_rows)
-    return None if index.shape == every.shape and torch.equal(index, every) else index
-
-
 def _numbers(layout: Layout) -> Tensor:
     return torch.arange(layout.num_rows).reshape(layout.lead)
 
@@ -243,6 +238,4 @@ def joining(stacks: bool, layouts: Sequence[Layout], dim: int) -> Rearranged | N
         numbers.append(_numbers(layout) + first)
         first += layout.num_rows
     joined = (torch.stack if stacks else torch.cat)(numbers, dim)
-    flat = joined.flatten()
-    in_order = torch.equal(flat, torch.arange(len(flat)))
-    return Rearranged(Layout.leading(joined.shape), None if in_order else flat)
+    return Rearranged(Layout.leading(joined.shape), unless_all(joined.flatten(), first))

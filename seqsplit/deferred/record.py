@@ -16,7 +16,7 @@ from .rearrange import Rearranged, joining, rearrange
 from .rowwise import apply
 from .tensor import DeferredTensor, current
 from .totals import Total, as_total
-from .write import is_write, write
+from .write import ABOUT_AUTOGRAD, is_write, write
 
 __all__ = ["record"]
 
@@ -57,8 +57,9 @@ _COPIES = ("clone", "cpu")
 _LOOKS = {
     "__array__", "__bool__", "__contains__", "__deepcopy__", "__float__", "__format__",
     "__index__", "__int__", "__repr__", "__get__data", "__set__", "backward", "data_ptr",
-    "detach_", "item", "numpy", "pin_memory", "register_hook", "register_post_accumulate_grad_hook",
-    "requires_grad_", "retain_grad", "share_memory_", "storage", "tolist", "untyped_storage",
+    "item", "numpy", "pin_memory", "register_hook", "register_post_accumulate_grad_hook",
+    "retain_grad", "storage", "tolist", "untyped_storage",
+    *ABOUT_AUTOGRAD,
 }  # fmt: skip
 
 

@@ -62,10 +62,9 @@ def apply(
         exact: try it in float64. A call with large weights is tried in their own dtype: a wrong
             row differs by more than rounding.
     """
-    operands = _of_one_lead(leaves)
-    if operands is None:
+    leaves = _of_one_lead(leaves)
+    if leaves is None:
         return None
-    leaves = operands
     main = next(leaf for leaf in leaves if isinstance(leaf, Operand))
     readings = [list(_readings(leaf, main)) for leaf in leaves]
     exact = exact and all(leaf.numel() < _LARGE for leaf in leaves if isinstance(leaf, Tensor))

@@ -16,18 +16,18 @@ from torch.utils import _pytree as pytree
 from ..errors import SeqsplitError, format_message
 from .tensor import DeferredTensor, look
 
-__all__ = ["is_write", "write"]
+__all__ = ["ABOUT_AUTOGRAD", "is_write", "write"]
 
 
 def is_write(name: str) -> bool:
     """Whether a function of this name writes into its first argument."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name in _IN_PLACE_OPERATORS)
-    return name.endswith("_") and name not in _ABOUT_AUTOGRAD
+    return name.endswith("_") and name not in ABOUT_AUTOGRAD
 
 
 # What these change is not a value: they are carried out on the computed tensor.
-_ABOUT_AUTOGRAD = {"detach_", "requires_grad_", "retain_grad_", "share_memory_"}
+ABOUT_AUTOGRAD = {"detach_", "requires_grad_", "share_memory_"}
 
 _IN_PLACE_OPERATORS = {
     "__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__", "__imod__", "__imul__",
@@ -80,10 +80,13 @@ def _replaces(made: DeferredTensor, target: DeferredTensor) -> bool:
 
 
 def _relatives(target: DeferredTensor) -> Iterator[DeferredTensor]:
-    root = target
-    while root._parent is not None and root._parent() is not None:
-        root = root._parent()
-    yield from (member for member in _family(root) if member is not target)
+    yield from (member for member in _family(_root(target)) if member is not target)
+
+
+def _root(target: DeferredTensor) -> DeferredTensor:
+    while target._parent is not None and target._parent() is not None:
+        target = target._parent()
+    return target
 
 
 def _family(root: DeferredTensor) -> Iterator[DeferredTensor]:
@@ -105,9 +108,7 @@ def _make_real(target: DeferredTensor, relatives: list[DeferredTensor]) -> None:
                     fix="write into a copy: x = x.clone()",
                 )
             )
-    root = target
-    while root._parent is not None and root._parent() is not None:
-        root = root._parent()
+    root = _root(target)
     if root._result is None:
         root._result = root.materialize().clone()
     for member in _family(root):
