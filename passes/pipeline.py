@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
 from ..errors import NotStreamedError, format_message
-from ..plan import Body, Options, Plan, Segment
+from ..options import Options
+from ..plan import Body, Plan, Segment
 from .attend import Reads, attend
 from .check import check_plan
 from .cut import Cuts, Group, bytes_per_token, choose_cuts
@@ -47,18 +49,22 @@ _MAX_ROUNDS = 400
 _WIDE = 1.5  # times as wide as anything that is kept: logits
 
 
+@dataclass(frozen=True)
 class Executor:
-    """The two functions of the runtime that a plan calls; handed in, so that passes do not
-    depend on it.
+    """The functions of the runtime that a plan calls; handed in, so that passes do not depend on
+    it.
 
     Attributes:
         run: runs a segment.
         defer: makes a value that runs a segment when it is looked at.
+        new_chain: makes what the segments of one call keep in common.
+        link: a segment's place in it.
     """
 
-    def __init__(self, run: Any, defer: Any) -> None:
-        self.run = run
-        self.defer = defer
+    run: Callable
+    defer: Callable
+    new_chain: Callable
+    link: Callable
 
 
 class _Clock:
@@ -131,19 +137,25 @@ def build_plan(
                 fix="register a rule (docs/op-rules.md), or compile with strict=False",
             )
         )
-    with clock("stitch"):
-        module = stitch(facts, cuts, placed, executor.run, executor.defer)
-    plan = Plan(
-        module,
-        [item.segment for item in placed if not item.deferred],
-        planner.entries,
-        _length_at(facts),
-        lowered.assumptions + reads.assumptions,
-        lowered.writes,
-        clock.seconds,
-    )
-    check_plan(facts, cuts, placed, plan)
-    return plan
+
+    def finish(options: Options) -> Plan:
+        own = [replace(p, segment=replace(p.segment, options=options)) for p in placed]
+        with clock("stitch"):
+            module = stitch(facts, cuts, own, executor, options.schedule)
+        plan = Plan(
+            module,
+            [item.segment for item in own if not item.deferred],
+            planner.entries,
+            _length_at(facts),
+            lowered.assumptions + reads.assumptions,
+            lowered.writes,
+            clock.seconds,
+            finish,
+        )
+        check_plan(facts, cuts, own, plan)
+        return plan
+
+    return finish(options)
 
 
 def _length_at(facts: Facts) -> tuple[int, int, int]:

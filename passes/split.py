@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from .. import attention, primitives, stencil
+from .. import attention, primitives, stencil, weights
 from ..placement import Kind, Placement, Span
 from ..plan import Body, BodyInput, BodyOutput, CacheSpec
 from .demand import Attend, Compute, Demands, Input, Narrow, ReadKeys, Recipe, Scan, Stencil
@@ -78,10 +78,11 @@ class _Writer:
         self._last_placeholder = self._length
         self._sizes: dict[sympy.Symbol, fx.Node] = {}
         self._inputs: dict[tuple[fx.Node, Placement], fx.Node] = {}
+        self._weights: set[fx.Node] = set()  # inputs that every chunk takes whole
         self._caches: list[tuple[CacheSpec, fx.Node]] = []
         self._reads: list[fx.Node] = []
         self._replay: fx.Node | None = None
-        self._num_random = 0
+        self._num_random = self._num_attentions = 0
         self._values: dict[tuple[fx.Node, Placement], fx.Node] = {}
         self._parts: dict[tuple[fx.Node, Placement], tuple[fx.Node, fx.Node]] = {}
         self._memo: dict[tuple, Any] = {}
@@ -235,7 +236,10 @@ class _Writer:
 
     def _input(self, node: fx.Node, placement: Placement) -> fx.Node:
         if (node, placement) not in self._inputs:
-            self._inputs[node, placement] = self._placeholder(f"in_{len(self._inputs)}")
+            new = self._placeholder(f"in_{len(self._inputs)}")
+            self._inputs[node, placement] = new
+            if not placement.spans:
+                self._weights.add(new)
         return self._inputs[node, placement]
 
     def _read(self, node: fx.Node, placement: Placement, recipe: ReadKeys) -> None:
@@ -273,7 +277,10 @@ class _Writer:
             args, kwargs = _as_call(node.target, arguments)
         else:
             args, kwargs = tuple(arguments.values()), {}
-        return self._op(node, node.target, args, kwargs)
+        target = node.target
+        if target is aten.linear.default and args[1] in self._weights:
+            target = weights.linear
+        return self._op(node, target, args, kwargs)
 
     def _attend(self, node: fx.Node, recipe: Attend) -> fx.Node:
         arguments = arguments_of(node)
@@ -282,9 +289,10 @@ class _Writer:
         q = self._values[query]
         if recipe.parts:
             (kb, k), (vb, v) = (self._in_parts(item) for item in rest[:2])
-            return self._op(
-                node, attention.causal_attention, (q, kb, k, vb, v, scale, recipe.grouped), {}
-            )
+            self._replay = self._replay or self._placeholder("replay")
+            slot, self._num_attentions = self._num_attentions, self._num_attentions + 1
+            args = (q, kb, k, vb, v, scale, recipe.grouped, self._replay, slot)
+            return self._op(node, attention.causal_attention, args, {})
         k, v = (self._values[item] for item in rest[:2])
         if recipe.read.causal:
             first = self.first(recipe.read.span)

@@ -16,9 +16,11 @@ import torch
 from torch import fx
 
 from ..plan import Segment
+from ..schedule import Schedule
 from .cut import Cuts
 from .facts import Facts
 from .lower import Region
+from .schedule import chain_of
 from .sizes import symbol_source, write_expression
 from .split import SplitSegment
 
@@ -47,7 +49,7 @@ class Placed:
 
 
 def stitch(
-    facts: Facts, cuts: Cuts, placed: Sequence[Placed], run: Any, defer: Any
+    facts: Facts, cuts: Cuts, placed: Sequence[Placed], executor: Any, schedule: Schedule
 ) -> fx.GraphModule:
     """Build the outer graph module.
 
@@ -55,24 +57,28 @@ def stitch(
         facts: of the lowered graph.
         cuts: its groups, tail and whole nodes.
         placed: the segments.
-        run: the runtime's function that runs a segment.
-        defer: the runtime's function that defers one.
+        executor: the runtime's functions that a plan calls.
+        schedule: what the segments keep for the backward.
     """
-    return _Stitching(facts, cuts, run, defer).build(placed)
+    return _Stitching(facts, cuts, executor, schedule).build(placed)
 
 
 class _Stitching:
-    def __init__(self, facts: Facts, cuts: Cuts, run: Any, defer: Any) -> None:
+    def __init__(self, facts: Facts, cuts: Cuts, executor: Any, schedule: Schedule) -> None:
         self._facts, self._cuts = facts, cuts
-        self._run, self._defer = run, defer
+        self._executor, self._schedule = executor, schedule
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
         self._sizes: dict[sympy.Symbol, fx.Node] = {}
         self._segments = torch.nn.Module()
+        self._steps: dict[int, int] = {}  # of the chain, by the id of what is placed
+        self._chain: fx.Node | None = None
 
     def build(self, placed: Sequence[Placed]) -> fx.GraphModule:
         order = list(self._facts.lowered.graph.nodes)
         inside = self._facts.stream | {n for n in order if self._facts.is_active(n)}
+        if self._schedule.chained:
+            self._begin_chain(placed)
         for index, node in enumerate(order):
             if node.op == "output":
                 break
@@ -94,6 +100,22 @@ class _Stitching:
                 )
         return fx.GraphModule(self._segments, self._graph, class_name="Outer")
 
+    def _begin_chain(self, placed: Sequence[Placed]) -> None:
+        steps = [item for item in placed if not item.deferred]
+        steps.sort(key=lambda item: item.position)
+        self._steps = {id(item): step for step, item in enumerate(steps)}
+        self._segments.chain = chain_of(self._facts, steps, self._schedule)
+
+    def _link(self, item: Placed) -> tuple[Any, ...]:
+        """A segment's place in the chain, as it is given to the runtime."""
+        if not self._schedule.chained:
+            return ()
+        if self._chain is None:
+            spec = self._graph.get_attr("chain")
+            self._chain = self._graph.call_function(self._executor.new_chain, (spec,))
+        step = self._steps[id(item)]
+        return None, self._graph.call_function(self._executor.link, (self._chain, step))
+
     def _place_segments(self, placed: Sequence[Placed], places: range) -> None:
         for item in placed:
             if item.position not in places:
@@ -109,9 +131,10 @@ class _Stitching:
                 shape = [self._expression(size) for size in self._facts.shape(value)]
                 dims = self._size_dims(item, value)
                 args = (segment, shape, value.meta["val"].dtype, length, sizes, operands, dims)
-                self._new[value] = self._graph.call_function(self._defer, args)
+                self._new[value] = self._graph.call_function(self._executor.defer, args)
                 continue
-            call = self._graph.call_function(self._run, (segment, length, sizes, operands))
+            args = (segment, length, sizes, operands, *self._link(item))
+            call = self._graph.call_function(self._executor.run, args)
             for slot, value in enumerate(item.values):
                 self._new[value] = self._graph.call_function(operator.getitem, (call, slot))
 

@@ -5,18 +5,23 @@ from .errors import SeqsplitError
 from .explain import Report, explain
 from .memory import track_memory
 from .placement import Chunk, Sum, Whole
+from .planner import TrainingPlan, plan
+from .schedule import Schedule
 from .verify import Verification, verify
 
 __all__ = [
     "Chunk",
     "Report",
+    "Schedule",
     "SeqsplitError",
     "Sum",
+    "TrainingPlan",
     "Verification",
     "Whole",
     "compile",
     "disable",
     "explain",
+    "plan",
     "rule",
     "track_memory",
     "verify",

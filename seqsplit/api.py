@@ -18,6 +18,7 @@ import torch.fx.experimental._config as symbolic_shapes_config
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 
+from .chain import Chain, Link
 from .deferred import DeferredTensor, defer, defer_logits
 from .errors import (
     CaptureError,
@@ -28,13 +29,24 @@ from .errors import (
     UnfinishedPlanWarning,
     format_message,
 )
+from .loops import own_saved_tensors
+from .options import Options
 from .passes import Executor, NothingToSplit, build_plan, rule
-from .plan import Options, Plan
-from .runtime import own_saved_tensors, run_segment
+from .plan import Plan
+from .runtime import run_segment
+from .schedule import Schedule
 
 __all__ = ["Handle", "Run", "compile", "disable", "handle_for", "handle_of", "modules_of", "rule"]
 
 Target = TypeVar("Target", bound=Callable)
+
+
+def executor_running(run: Callable) -> Executor:
+    """What executes plans, with a function of its own for running a segment."""
+    return Executor(run, defer, Chain, Link)
+
+
+_EXECUTOR = executor_running(run_segment)
 
 _DISABLED: ContextVar[bool] = ContextVar("seqsplit_disabled", default=False)
 
@@ -45,6 +57,7 @@ def compile(  # noqa: A001 - named after torch.compile
     chunk_size: int | str = "auto",
     head_chunk_size: int | str = "auto",
     segment_layers: int | str = "auto",
+    schedule: Schedule | None = None,
     accumulate_dtype: torch.dtype = torch.float32,
     seq_dim: int | None = None,
     strict: bool = False,
@@ -64,6 +77,8 @@ def compile(  # noqa: A001 - named after torch.compile
             of the layer.
         head_chunk_size: the same for the head with the loss, whose rows are wider.
         segment_layers: layers per checkpoint.
+        schedule: what is kept for the backward and what is computed again; by default every
+            segment's input is kept, as gradient checkpointing would.
         accumulate_dtype: the least precise dtype in which gradients are added up over chunks.
         seq_dim: the dim of the inputs that is the sequence; found by itself where attention
             mixes it.
@@ -83,8 +98,15 @@ def compile(  # noqa: A001 - named after torch.compile
         >>> loss = model(input_ids=ids, labels=ids).loss
         >>> loss.backward()
     """
-    options = _checked(
-        chunk_size, head_chunk_size, segment_layers, accumulate_dtype, seq_dim, strict, validate
+    options = Options.checked(
+        chunk_size=chunk_size,
+        head_chunk_size=head_chunk_size,
+        segment_layers=segment_layers,
+        schedule=schedule,
+        accumulate_dtype=accumulate_dtype,
+        seq_dim=seq_dim,
+        strict=strict,
+        validate=validate,
     )
     if isinstance(target, nn.Module):
         # The slot that nn.Module.compile uses: the module keeps its class, its state dict, its
@@ -142,11 +164,13 @@ class Run:
     Attributes:
         plan: what was executed, or why the graph ran whole.
         length: of the sequence.
+        device: type of the device of its inputs.
         no_sequence: there was nothing like a sequence in it.
     """
 
     plan: Plan | str
     length: int = 0
+    device: str = "cpu"
     no_sequence: bool = False
 
 
@@ -157,12 +181,20 @@ class Handle:
         original: what it stands for.
         options: of the compilation.
         modules: the modules it runs, as far as they are known.
+        executor: what executes its plans.
     """
 
-    def __init__(self, original: Callable, options: Options, modules: list[nn.Module]) -> None:
+    def __init__(
+        self,
+        original: Callable,
+        options: Options,
+        modules: list[nn.Module],
+        executor: Executor = _EXECUTOR,
+    ) -> None:
         self.original = original
         self.options = options
         self.modules = modules
+        self.executor = executor
         self.log: list[Run] = []  # of the last call
         self._compiled = torch.compile(
             _own_code(original), backend=self._backend, dynamic=True, fullgraph=options.strict
@@ -213,7 +245,7 @@ class Handle:
     def _backend(self, captured: torch.fx.GraphModule, examples: list[Any]) -> Callable:
         try:
             with own_saved_tensors():
-                plan = build_plan(captured, examples, self.options, Executor(run_segment, defer))
+                plan = build_plan(captured, examples, self.options, self.executor)
         except NothingToSplit as error:
             if self.options.strict and error.fixed:
                 raise NotStreamedError(
@@ -251,10 +283,15 @@ class Handle:
             if not plan.holds_for(inputs):
                 self.log.append(Run("inputs of other relative sizes than the captured ones"))
                 return captured(*inputs)
-            self.log.append(Run(plan, plan.length_of(inputs)))
-            return plan.run(inputs)
+            used = self.choose(plan)
+            self.log.append(Run(used, used.length_of(inputs), used.device_of(inputs)))
+            return used.run(inputs)
 
         return run
+
+    def choose(self, plan: Plan) -> Plan:
+        """The plan that is executed where ``plan`` was made."""
+        return plan
 
     def _whole(self, captured: torch.fx.GraphModule, entry: Run) -> Callable:
         def run_whole(*inputs: Any) -> Any:
@@ -361,43 +398,3 @@ def modules_of(function: Callable) -> list[nn.Module]:
         return found
     values = (*variables.nonlocals.values(), *variables.globals.values())
     return found + [value for value in values if isinstance(value, nn.Module)]
-
-
-def _checked(
-    chunk_size: int | str,
-    head_chunk_size: int | str,
-    segment_layers: int | str,
-    accumulate_dtype: torch.dtype,
-    seq_dim: int | None,
-    strict: bool,
-    validate: bool,
-) -> Options:
-    rows = {"chunk_size": chunk_size, "head_chunk_size": head_chunk_size}
-    counts = {name: _count(name, value) for name, value in rows.items()}
-    layers = _count("segment_layers", segment_layers) or 1
-    if not isinstance(accumulate_dtype, torch.dtype) or not accumulate_dtype.is_floating_point:
-        raise _invalid("accumulate_dtype", accumulate_dtype, "a floating-point torch.dtype")
-    if seq_dim is not None and (not isinstance(seq_dim, int) or isinstance(seq_dim, bool)):
-        raise _invalid("seq_dim", seq_dim, "an integer, or None to find the sequence")
-    return Options(
-        segment_layers=layers,
-        accumulate_dtype=accumulate_dtype,
-        seq_dim=seq_dim,
-        strict=bool(strict),
-        validate=bool(validate),
-        **counts,
-    )
-
-
-def _count(name: str, value: int | str) -> int | None:
-    if value == "auto":
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _invalid(name, value, 'a positive integer or "auto"')
-    return value
-
-
-def _invalid(name: str, value: Any, wanted: str) -> InvalidOptionError:
-    return InvalidOptionError(
-        format_message(f"{name}={value!r} cannot mean anything", fix=f"give {wanted}")
-    )

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .primitives import Replay
+
 __all__ = ["banded_attention", "causal_attention"]
 
 aten = torch.ops.aten
@@ -25,8 +27,10 @@ def causal_attention(
     key: Tensor,
     value_before: Tensor,
     value: Tensor,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    scale: float | None,
+    enable_gqa: bool,
+    replay: Replay,
+    slot: int,
 ) -> Tensor:
     """Attention of queries at the end of a sequence to everything up to themselves.
 
@@ -35,6 +39,8 @@ def causal_attention(
         key_before, value_before: ``[B, G, s, E]``, seen by all queries; ``s`` may be 0.
         key, value: ``[B, G, c, E]``, seen causally. ``G`` divides ``H`` with ``enable_gqa``.
         scale: of the scores, ``1 / sqrt(E)`` if ``None``.
+        replay: keeps the result for the recomputation, under some schedules.
+        slot: the number of this attention in its chunk.
 
     Returns:
         ``[B, H, c, E]``.
@@ -46,7 +52,9 @@ def causal_attention(
         return banded_attention(query, keys, values, start, 0, None, 0.0, scale, enable_gqa)
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    return _MergedAttention.apply(query, key_before, key, value_before, value, scale, kernel)
+    return _MergedAttention.apply(
+        query, key_before, key, value_before, value, scale, kernel, replay, slot
+    )
 
 
 def banded_attention(
@@ -119,11 +127,28 @@ class _FlashCuda:
         )  # fmt: skip
 
 
+class _NoKernel:
+    """Shapes only, for tensors without storage: what a fused kernel allocates."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Any, ...]:
+        return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32), ()
+
+    @staticmethod
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        causal: bool, scale: float, extra: tuple,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
 def _kernel_for(query: Tensor, key: Tensor, value: Tensor) -> Any:
     if query.dim() != 4 or not query.shape[-1] == key.shape[-1] == value.shape[-1]:
         return None
     if not query.dtype == key.dtype == value.dtype:
         return None
+    if query.is_meta:
+        return _NoKernel
     half = query.dtype in (torch.float16, torch.bfloat16)
     if query.device.type == "cpu":
         # In half precision each part's output is rounded before they are merged: one masked
@@ -138,17 +163,12 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key_before: Tensor, key: Tensor, value_before: Tensor,
-        value: Tensor, scale: float, kernel: Any,
+        value: Tensor, scale: float, kernel: Any, replay: Replay, slot: int,
     ) -> Tensor:  # fmt: skip
-        out, lse, extra = kernel.forward(query, key, value, True, scale)
-        extra_before = None
-        if key_before.shape[-2] > 0:
-            out_before, lse_before, extra_before = kernel.forward(
-                query, key_before, value_before, False, scale
-            )
-            merged = torch.logaddexp(lse_before, lse)
-            out = _weighted(out_before, lse_before - merged, out, lse - merged)
-            lse = merged
+        def compute() -> tuple[Any, ...]:
+            return _merged(query, key_before, key, value_before, value, scale, kernel)
+
+        out, lse, extra, extra_before = replay.once(slot, compute)
         ctx.save_for_backward(query, key_before, key, value_before, value, out, lse)
         ctx.scale, ctx.kernel, ctx.extra, ctx.extra_before = scale, kernel, extra, extra_before
         return out
@@ -167,7 +187,27 @@ class _MergedAttention(torch.autograd.Function):
                 ctx.extra_before,
             )  # fmt: skip
             dq = dq + dq_before
-        return dq, dk_before, dk, dv_before, dv, None, None
+        return dq, dk_before, dk, dv_before, dv, None, None, None, None
+
+
+def _merged(
+    query: Tensor, key_before: Tensor, key: Tensor, value_before: Tensor, value: Tensor,
+    scale: float, kernel: Any,
+) -> tuple[Tensor, Tensor, tuple, tuple | None]:  # fmt: skip
+    """The output, its log-sum-exp, and what the kernel wants back for each part."""
+    out, lse, extra = kernel.forward(query, key, value, True, scale)
+    if key_before.shape[-2] == 0:
+        return out, lse, extra, None
+    out_before, lse_before, extra_before = kernel.forward(
+        query, key_before, value_before, False, scale
+    )
+    merged = torch.logaddexp(lse_before, lse)
+    return (
+        _weighted(out_before, lse_before - merged, out, lse - merged),
+        merged,
+        extra,
+        extra_before,
+    )
 
 
 def _weighted(first: Tensor, log_first: Tensor, second: Tensor, log_second: Tensor) -> Tensor:

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Autocast"]
+__all__ = ["Autocast", "is_autocast_on"]
+
+_WITH_AUTOCAST = ("cpu", "cuda")
+
+
+def is_autocast_on(device: torch.device) -> bool:
+    """Whether ops on a device run under autocast."""
+    return device.type in _WITH_AUTOCAST and torch.is_autocast_enabled(device.type)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import api
-from .runtime import chunk_bounds
+from .run import chunk_bounds
 
 __all__ = ["Report", "SegmentReport", "explain"]
 
@@ -122,7 +122,7 @@ def _report(handle: api.Handle) -> Report:
         length = max(length, run.length)
         whole += run.plan.whole
         for segment in run.plan.segments:
-            rows = segment.chunk_rows(run.length)
+            rows = segment.chunk_rows(run.length, run.device)
             segments.append(
                 SegmentReport(
                     scope=segment.scope,

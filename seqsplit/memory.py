@@ -58,12 +58,14 @@ class Event(NamedTuple):
         delta_bytes: change of live bytes (negative when memory is freed).
         storage_bytes: size of the storage concerned after the change.
         op: what made the storage (an op, or a string); ``None`` where unknown.
+        storage: a number for the storage within the block, -1 where storages are not told apart.
     """
 
     seconds: float
     delta_bytes: int
     storage_bytes: int
     op: Any
+    storage: int = -1
 
 
 class MemoryLog:
@@ -233,9 +235,10 @@ class _CudaPeak:
 class _Record:
     """What is known about one storage: its size, and how much of it is baseline."""
 
-    __slots__ = ("base_bytes", "nbytes", "op", "ref")
+    __slots__ = ("base_bytes", "nbytes", "number", "op", "ref")
 
-    def __init__(self, nbytes: int, base_bytes: int, op: Any) -> None:
+    def __init__(self, number: int, nbytes: int, base_bytes: int, op: Any) -> None:
+        self.number = number
         self.nbytes = nbytes
         self.base_bytes = base_bytes
         self.op = op
@@ -251,7 +254,8 @@ class StorageTracker(_Block):
 
     A storage shared by views, aliases or subclass wrappers counts once. A storage first met as an
     op's *input* is taken to be from before the block; one first met as an output, or as a bare
-    storage (``set_`` while loading or copying), as made inside. Fake and meta tensors do not count.
+    storage (``set_`` while loading or copying), as made inside. Tensors on the meta device (fake
+    ones among them) count only if that is the device asked for.
     """
 
     _open_trackers: list[StorageTracker] = []
@@ -259,6 +263,8 @@ class StorageTracker(_Block):
     def __init__(self, existing: Any = (), device: str | None = None) -> None:
         super().__init__(device)
         self._records: dict[int, _Record] = {}
+        self._num_met = 0
+        self._marks: list[tuple[int, str]] = []
         self._mode = _WatchOps(self)
         self._existing = list(_tensors_of(existing))
 
@@ -302,14 +308,14 @@ class StorageTracker(_Block):
     def _meet(
         self, storage: torch.UntypedStorage, base_bytes: int, op: Any, log: bool = True
     ) -> None:
-        if storage.device.type == "meta":  # of meta tensors, and of fake ones
-            return
-        if self._device is not None and storage.device.type != self._device:
+        kind = storage.device.type
+        if kind != self._device if self._device is not None else kind == "meta":
             return
         key = storage._cdata
         if key in self._records:
             return
-        record = _Record(storage.nbytes(), base_bytes, op)
+        self._num_met += 1
+        record = _Record(self._num_met, storage.nbytes(), base_bytes, op)
         record.ref = weakref.ref(storage, partial(self._died, key, record))
         self._records[key] = record
         if log:
@@ -325,7 +331,23 @@ class StorageTracker(_Block):
     def _log(self, delta_bytes: int, record: _Record) -> None:
         if delta_bytes:
             seconds = time.perf_counter() - self._entered_at
-            self._events.append(Event(seconds, delta_bytes, record.nbytes, record.op))
+            event = Event(seconds, delta_bytes, record.nbytes, record.op, record.number)
+            self._events.append(event)
+
+    # --- stretches of the block -------------------------------------------------------------
+
+    def mark(self, name: str) -> None:
+        """A new stretch of the block begins."""
+        self._marks.append((len(self._events), name))
+
+    @property
+    def stretches(self) -> list[tuple[str, list[Event]]]:
+        """The block's events by the stretches that :func:`mark` has cut it into; what came before
+        the first mark is called ``""``."""
+        events = list(self._events)
+        begins = [(0, ""), *self._marks]
+        ends = [at for at, _ in self._marks] + [len(events)]
+        return [(name, events[at:end]) for (at, name), end in zip(begins, ends)]
 
 
 class _WatchOps(TorchDispatchMode):
@@ -475,7 +497,8 @@ def track_memory(
             below zero if nothing was allocated. Everything else alive at entry is baseline and
             its death goes unnoticed. Not available with ``allocator=True``, whose records do not
             tell the size of what was allocated before.
-        device: count storages of this device type only (``"cpu"``, ``"cuda"``); all by default.
+        device: count storages of this device type only (``"cpu"``, ``"cuda"``, ``"meta"`` for
+            the bytes that tensors without storage would take); all but meta by default.
         allocator: read the allocator's records instead of watching storages. Includes the
             temporaries of kernels and leaves autograd undisturbed; figures only after the block.
 
@@ -502,6 +525,12 @@ def track_memory(
             "say how large a block from before was; leave one of the two out"
         )
     return AllocatorTracker(device)
+
+
+def mark(name: str) -> None:
+    """Tell the open trackers of storages that a new stretch of work begins."""
+    for tracker in StorageTracker._open_trackers:
+        tracker.mark(name)
 
 
 # --- helpers ------------------------------------------------------------------------------------

@@ -15,46 +15,19 @@ import torch
 from torch import fx
 
 from .assumptions import Assumption
+from .options import Options
 from .placement import Placement
 
-_CHUNK_ELEMENTS = 2**24
-_MIN_ROWS, _MAX_ROWS, _ROW_STEP = 128, 4096, 64
-
-__all__ = ["Body", "BodyInput", "BodyOutput", "CacheSpec", "Options", "Plan", "Segment"]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of :func:`seqsplit.compile`, checked.
-
-    Attributes:
-        chunk_size: rows of the sequence per chunk of a layer, ``None`` for automatic.
-        head_chunk_size: the same for segments that end in sums (the loss).
-        segment_layers: stretches between attentions per segment.
-        accumulate_dtype: the least precise dtype in which gradients are added up over chunks.
-        seq_dim: the dim of the inputs that is the sequence, ``None`` to find it.
-        strict: whether parts that would run whole are an error.
-        validate: whether each distinct body is tried against the original before it is used.
-    """
-
-    chunk_size: int | None = None
-    head_chunk_size: int | None = None
-    segment_layers: int = 1
-    accumulate_dtype: torch.dtype = torch.float32
-    seq_dim: int | None = None
-    strict: bool = False
-    validate: bool = True
-
-    @staticmethod
-    def automatic_rows(width: int) -> int:
-        """Rows per chunk that keep a value of ``width`` elements per row within some ten million
-        elements."""
-        rows = _CHUNK_ELEMENTS // max(width, 1)
-        return max(_MIN_ROWS, min(_MAX_ROWS, rows // _ROW_STEP * _ROW_STEP))
-
-    def head_rows(self, width: int) -> int:
-        """Rows per chunk of a head whose widest value has ``width`` elements per row."""
-        return self.head_chunk_size or self.automatic_rows(width)
+__all__ = [
+    "Again",
+    "Body",
+    "BodyInput",
+    "BodyOutput",
+    "CacheSpec",
+    "ChainSpec",
+    "Plan",
+    "Segment",
+]
 
 
 @dataclass(frozen=True)
@@ -125,6 +98,17 @@ class Body:
         """Whether everything it gives is a sum: then it may take its gradients going forward."""
         return all(output.placement.partial for output in self.outputs)
 
+    @property
+    def takes_gradients_forward(self) -> bool:
+        """Whether it ends in one number, whose gradient is known but for a factor."""
+        differentiable = [output for output in self.outputs if output.needs_grad]
+        return (
+            self.is_head
+            and not self.caches
+            and len(differentiable) == 1
+            and differentiable[0].scalar
+        )
+
 
 @dataclass(eq=False)
 class Segment:
@@ -142,13 +126,51 @@ class Segment:
     options: Options
     width: int = 1
 
-    def chunk_rows(self, length: int) -> int:
-        """Rows of the sequence per chunk."""
+    def chunk_rows(self, length: int, device: str = "cpu") -> int:
+        """Rows of the sequence per chunk, on a type of device."""
         options = self.options
+        automatic = options.automatic_rows(self.width, device)
         asked = options.head_chunk_size if self.body.is_head else options.chunk_size
         if asked is None and self.body.is_head and options.chunk_size is not None:
-            asked = min(options.chunk_size, options.automatic_rows(self.width))
-        return min(asked or options.automatic_rows(self.width), max(length, 1))
+            asked = min(options.chunk_size, automatic)
+        return min(asked or automatic, max(length, 1))
+
+
+@dataclass(frozen=True)
+class Again:
+    """How to come to a state that is not stored.
+
+    Attributes:
+        first: the stored state to begin with.
+        stored: those on the way that are stored.
+    """
+
+    first: int
+    stored: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class ChainSpec:
+    """How the segments of a plan follow each other, and which states between them are stored.
+
+    State number ``n`` is what the segments from number ``n`` on need of those before.
+
+    Attributes:
+        sources: for each segment, where its operands come from: ``(segment, output)``, or the
+            number of a value from outside of the segments.
+        last_use: the last segment that takes an output, by ``(segment, output)``.
+        first_use: the first segment that takes a value from outside, by its number.
+        stored: the states that are stored going forward.
+        again: for each other one, how to come to it in the backward.
+        offload: where they are stored, see :class:`~seqsplit.schedule.Schedule`.
+    """
+
+    sources: tuple[tuple[tuple[int, int] | int, ...], ...]
+    last_use: dict[tuple[int, int], int]
+    first_use: dict[int, int]
+    stored: frozenset[int]
+    again: dict[int, Again]
+    offload: str | None = None
 
 
 @dataclass(eq=False)
@@ -164,6 +186,7 @@ class Plan:
         writes: numbers of inputs that are written to; their new values are the last outputs of
             ``module``.
         pass_seconds: time spent in each pass.
+        with_options: makes the same plan under other chunk sizes or another schedule.
     """
 
     module: fx.GraphModule
@@ -173,6 +196,7 @@ class Plan:
     assumptions: list[Assumption] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
     pass_seconds: dict[str, float] = field(default_factory=dict)
+    with_options: Callable[[Options], Plan] | None = None
 
     def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """What Dynamo's graph would give for these inputs, its writes into them included."""
@@ -198,3 +222,7 @@ class Plan:
         """The sequence's length in these inputs."""
         index, dim, surplus = self.length_at
         return int(inputs[index].shape[dim]) - surplus
+
+    def device_of(self, inputs: Sequence[Any]) -> str:
+        """The type of the device that the sequence's tensors are on."""
+        return inputs[self.length_at[0]].device.type

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .held import Held
 
 __all__ = [
     "Cache",
@@ -43,10 +46,22 @@ class Cache:
         self._length = length
         self._accumulate_dtype = accumulate_dtype
         self._values: Tensor | None = None
+        self._complete = False
         self._grad: Tensor | None = None
 
+    @property
+    def state(self) -> Tensor | None:
+        """What the forward leaves in it for the backward."""
+        return self._values
+
+    @state.setter
+    def state(self, values: Tensor | None) -> None:
+        self._values, self._complete = values, values is not None
+
     def write(self, x: Tensor, start: int, end: int) -> None:
-        """Put a chunk's rows where they belong."""
+        """Put a chunk's rows where they belong, unless all of them were put there in the forward."""
+        if self._complete:
+            return
         if self._values is None:
             self._values = x.new_empty(self._full_shape(x))
         self.read(start, end).copy_(x)
@@ -126,6 +141,15 @@ class Carry:
         self._received: dict[int, Tensor] = {}
         self._last: Tensor | None = None
 
+    @property
+    def state(self) -> dict[int, Tensor]:
+        """What the forward leaves in it for the backward: what each chunk was handed."""
+        return self._received
+
+    @state.setter
+    def state(self, received: dict[int, Tensor]) -> None:
+        self._received = received
+
     def hand_on(self, state: Tensor) -> None:
         self._last = state.detach().clone()
 
@@ -175,19 +199,26 @@ def handed_on(rows: Tensor, carry: Carry, dim: int) -> Tensor:
 
 
 class Replay:
-    """Makes the random ops of a recomputation draw what they drew in the forward.
+    """What the recomputation of a chunk takes from its forward.
 
-    Each op of each chunk has a slot with the state of its device's generator before it ran, so
-    that it does not matter which ops are run again, or in which order. The generators themselves
-    are left by :meth:`restoring` where the forward had brought them.
+    Random ops draw what they drew: each op of each chunk has a slot with the state of its device's
+    generator before it ran, so that it does not matter which ops are run again, or in which
+    order. The generators themselves are left by :meth:`restoring` where the forward had brought
+    them. Ops that ask for it are given their former results, where these are kept.
+
+    Args:
+        keeps_results: whether results are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_results: bool = False) -> None:
         self.recording = True
         self.chunk = 0
+        self._keeps_results = keeps_results
         self._states: dict[tuple[int, int], tuple[torch.device, Tensor]] = {}
+        self.results: dict[tuple[int, int], Any] = {}  # by chunk and slot, tensors held
 
     def run(self, slot: int, op: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a random op."""
         if self.recording:
             device = _device_of(args, kwargs)
             self._states[self.chunk, slot] = (device, _generator_state(device))
@@ -195,6 +226,19 @@ class Replay:
         device, state = self._states[self.chunk, slot]
         _set_generator_state(device, state)
         return op(*args, **kwargs)
+
+    def once(self, slot: int, compute: Callable[[], Any]) -> Any:
+        """The tensors (and numbers) that ``compute`` gives, or gave in the forward."""
+        if not self.recording and (self.chunk, slot) in self.results:
+            return pytree.tree_map_only(Held, Held.get, self.results[self.chunk, slot])
+        results = compute()
+        if self.recording and self._keeps_results:
+            self.results[self.chunk, slot] = pytree.tree_map_only(Tensor, Held, results)
+        return results
+
+    def release(self) -> None:
+        """Forget the results."""
+        self.results.clear()
 
     def restoring(self) -> _Restoring:
         """A context that puts the generators back as they were."""
@@ -227,6 +271,9 @@ def replayed(op: Callable) -> Callable:
     return run
 
 
+_HOST = ("cpu", "meta")  # whose random numbers come from the CPU's generator, or are none
+
+
 def _device_of(args: tuple, kwargs: dict) -> torch.device:
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
@@ -237,13 +284,13 @@ def _device_of(args: tuple, kwargs: dict) -> torch.device:
 
 
 def _generator_state(device: torch.device) -> Tensor:
-    if device.type == "cpu":
+    if device.type in _HOST:
         return torch.get_rng_state()
     return torch.get_device_module(device).get_rng_state(device)
 
 
 def _set_generator_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
+    if device.type in _HOST:
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)

@@ -14,7 +14,7 @@ from seqsplit import primitives
 from seqsplit.passes import check, pipeline
 from seqsplit.passes.demand import Compute
 from seqsplit.placement import Sum
-from seqsplit.runtime import chunk_bounds
+from seqsplit.run import chunk_bounds
 from test_regions import Sparse, sorted_groups
 from test_stencils import Hybrid
 from zoo import HANDWRITTEN, batches, hf

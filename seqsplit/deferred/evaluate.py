@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from ..errors import StaleLogitsError, format_message
+from ..options import Options
 from ..placement import Chunk, Placement, Sum
-from ..plan import Body, BodyInput, BodyOutput, Options, Segment
-from ..runtime import chunk_bounds, run_segment
+from ..plan import Body, BodyInput, BodyOutput, Segment
+from ..run import chunk_bounds
+from ..runtime import run_segment
 from .expression import Call, Node, Operand, Operation, Source
 
 __all__ = ["check_version", "compute", "compute_total", "fits_one_chunk"]
@@ -48,7 +50,8 @@ def fits_one_chunk(node: Node, options: Options) -> bool:
 def _run(program: _Program, specs: list[BodyOutput], options: Options) -> tuple[Tensor, ...]:
     body = Body(program, None, tuple(program.inputs), tuple(specs), (), 0, "")
     segment = Segment(body, "values computed from the logits", options, program.width)
-    bounds = chunk_bounds(program.num_rows, options.head_rows(program.width))
+    rows = options.head_rows(program.width, program.operands[0].device.type)
+    bounds = chunk_bounds(program.num_rows, rows)
     with torch.set_grad_enabled(any(spec.needs_grad for spec in specs)):
         return run_segment(segment, program.num_rows, (), program.take_operands(), bounds)
 

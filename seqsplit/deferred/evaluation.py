@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..plan import Options
+from ..options import Options
 from .evaluate import fits_one_chunk
 from .expression import Layout, Operand, Source, Value
 from .rowwise import apply

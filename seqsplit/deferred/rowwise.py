@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..autocast import Autocast
-from ..runtime import own_saved_tensors
+from ..loops import own_saved_tensors
 from .expression import Layout, Node, Operand, Operation, Result, Source, Value
 
 __all__ = ["apply"]

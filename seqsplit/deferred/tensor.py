@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import MaterializedWarning, format_message
-from ..plan import Options
+from ..options import Options
 from .evaluate import compute, fits_one_chunk
 from .expression import Layout, Node, Source, detached
 

@@ -1,0 +1,108 @@
+"""One execution of a segment: what its forward and its backward share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .autocast import Autocast
+from .held import Held
+from .parts import take_part
+from .plan import Segment
+from .primitives import Cache, Carry, Replay
+
+if TYPE_CHECKING:
+    from .loops import Loops
+
+__all__ = ["SegmentRun", "chunk_bounds"]
+
+Caches = Sequence[Cache | Carry]
+
+
+def chunk_bounds(length: int, rows: int) -> list[int]:
+    """``[0, rows, 2 * rows, ..., length]``; one empty chunk for an empty sequence."""
+    return [*range(0, max(length, 1), rows), length]
+
+
+@dataclass
+class SegmentRun:
+    """A segment on the chunks of a sequence.
+
+    Attributes:
+        segment: what is run.
+        length: of the sequence.
+        sizes: the values of the body's sizes.
+        bounds: where chunks begin and end.
+        replay: what a recomputation takes from the forward.
+        loops: what is done with the chunks.
+        autocast: the state around the forward.
+        states: of the caches at the end of the forward, where they are kept.
+    """
+
+    segment: Segment
+    length: int
+    sizes: tuple[int, ...]
+    bounds: tuple[int, ...]
+    replay: Replay
+    loops: Loops
+    autocast: Autocast = field(default_factory=Autocast.current)
+    states: list[Any] | None = None
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        return list(zip(self.bounds, self.bounds[1:]))
+
+    @property
+    def takes_gradients_forward(self) -> bool:
+        return self.segment.body.takes_gradients_forward
+
+    def inputs(self, index: int, operands: Sequence[Tensor]) -> list[Tensor]:
+        """The parts of the operands that one chunk takes: views."""
+        start, end = self.chunks[index]
+        return [
+            take_part(
+                operands[spec.operand], spec.placement, start, end, self.length + spec.surplus
+            )
+            for spec in self.segment.body.inputs
+        ]
+
+    def call(
+        self, index: int, inputs: Sequence[Tensor], caches: Caches, *, fill: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Run the body (or the part of it that fills the caches) on one chunk."""
+        body = self.segment.body
+        start, end = self.chunks[index]
+        self.replay.chunk = index
+        module = body.fill if fill else body.module
+        return module(start, end, self.length, *self.sizes, *inputs, *caches, self.replay)
+
+    def new_caches(self) -> list[Cache | Carry]:
+        dtype = self.segment.options.accumulate_dtype
+        return [
+            Carry(dtype) if spec.carries else Cache(spec.dim, self.length, dtype)
+            for spec in self.segment.body.caches
+        ]
+
+    def keep_states(self, caches: Caches) -> None:
+        """Keep what the forward has put into the caches."""
+        self.states = [pytree.tree_map_only(Tensor, Held, cache.state) for cache in caches]
+
+    def filled_caches(self, operands: Sequence[Tensor]) -> list[Cache | Carry]:
+        """Caches as the forward left them: from what was kept, or by filling them again."""
+        caches = self.new_caches()
+        if self.states is not None:
+            for cache, state in zip(caches, self.states):
+                cache.state = pytree.tree_map_only(Held, Held.get, state)
+        elif caches:  # the last chunk fills its own rows when it is visited, first of all
+            for index in range(len(self.chunks) - 1):
+                self.call(index, self.inputs(index, operands), caches, fill=True)
+        return caches
+
+    def release(self) -> None:
+        """Forget what was kept for the backward."""
+        self.states = None
+        self.replay.release()

@@ -1,0 +1,90 @@
+"""Gradients of weights, added up over chunks where they are made.
+
+Autograd would give a chunk's share of a weight's gradient as a tensor of its own, as large as the
+weight, to be added to the sum. A linear map adds its share into the sum at once, as the product
+that it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .autocast import is_autocast_on
+
+__all__ = ["WeightGradient", "linear"]
+
+_BLOCK_ELEMENTS = 2**22
+
+
+class WeightGradient:
+    """The sum over chunks of the gradient of a tensor that every chunk takes whole.
+
+    Args:
+        like: the tensor.
+        dtype: of the sum, the tensor's own or a wider one, so that the error does not grow with
+            the number of chunks.
+    """
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self._like, self._dtype = like, dtype
+        self._sum: Tensor | None = None
+
+    def add(self, share: Tensor, *, last: bool = False) -> None:
+        """Add a share; ``last`` if nothing will be added to it."""
+        if self._sum is None:
+            self._sum = share.to(self._dtype, copy=not last)
+        else:
+            self._sum.add_(share)
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add ``left.T @ right``, ``[n, p]`` and ``[n, q]``."""
+        if left.dtype == right.dtype == self._dtype:
+            if self._sum is None:
+                self._sum = left.t() @ right
+            else:
+                self._sum.addmm_(left.t(), right)
+            return
+        if self._sum is None:
+            self._sum = torch.zeros_like(self._like, dtype=self._dtype)
+        # No product accumulates into a wider dtype everywhere: a few rows at a time.
+        rows = max(1, _BLOCK_ELEMENTS // max(right.shape[1], 1))
+        for first in range(0, left.shape[1], rows):
+            self._sum[first : first + rows].add_(left[:, first : first + rows].t() @ right)
+
+    def take(self) -> Tensor | None:
+        """The sum, in the tensor's own dtype, and forget it."""
+        total, self._sum = self._sum, None
+        return None if total is None else total.to(self._like.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: WeightGradient
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.gradient = gradient
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        ctx.gradient.add_product(rows, x.reshape(-1, x.shape[-1]))
+        for_x = grad @ weight if ctx.needs_input_grad[0] else None
+        for_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return for_x, None, for_bias, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``; the weight's gradient goes to ``weight.seqsplit_gradient`` if there
+    is one. (Under autocast the product is of other tensors than these: then autograd does it.)"""
+    gradient = getattr(weight, "seqsplit_gradient", None)
+    if gradient is None or is_autocast_on(x.device):
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias, gradient)
