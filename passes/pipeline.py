@@ -32,6 +32,7 @@ from .check import check_plan
 from .cut import Cuts, Group, bytes_per_token, choose_cuts
 from .demand import AddedLater, Demands, Input, Narrow, NeededWhole, ReadKeys, demand
 from .facts import Facts, find_sequence, fixed_length, propagate
+from .islands import compile_islands
 from .lower import lower
 from .normalize import normalize, normalize_means
 from .regions import Regions
@@ -139,8 +140,9 @@ def build_plan(
         )
 
     def finish(options: Options) -> Plan:
-        own = [replace(p, segment=replace(p.segment, options=options)) for p in placed]
         with clock("stitch"):
+            own = [_under(options, item) for item in placed]
+            own = _with_islands(own, options.inner) if options.inner else own
             module = stitch(facts, cuts, own, executor, options.schedule)
         plan = Plan(
             module,
@@ -156,6 +158,23 @@ def build_plan(
         return plan
 
     return finish(options)
+
+
+def _under(options: Options, item: Placed) -> Placed:
+    return replace(item, segment=replace(item.segment, options=options))
+
+
+def _with_islands(placed: Sequence[Placed], inner: str) -> list[Placed]:
+    """The same segments, their bodies (shared as before) partly compiled."""
+    bodies: dict[Body, Body] = {}
+    for body in (item.segment.body for item in placed):
+        if body not in bodies:
+            parts = [part and compile_islands(part, inner) for part in (body.module, body.fill)]
+            bodies[body] = replace(body, module=parts[0], fill=parts[1])
+    return [
+        replace(item, segment=replace(item.segment, body=bodies[item.segment.body]))
+        for item in placed
+    ]
 
 
 def _length_at(facts: Facts) -> tuple[int, int, int]:

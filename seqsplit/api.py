@@ -58,6 +58,7 @@ def compile(  # noqa: A001 - named after torch.compile
     head_chunk_size: int | str = "auto",
     segment_layers: int | str = "auto",
     schedule: Schedule | None = None,
+    inner: str | None = None,
     accumulate_dtype: torch.dtype = torch.float32,
     seq_dim: int | None = None,
     strict: bool = False,
@@ -79,6 +80,8 @@ def compile(  # noqa: A001 - named after torch.compile
         segment_layers: layers per checkpoint.
         schedule: what is kept for the backward and what is computed again; by default every
             segment's input is kept, as gradient checkpointing would.
+        inner: ``"inductor"`` (or another backend of ``torch.compile``) to compile the stretches of
+            ordinary ops inside of chunk bodies; results then differ from eager's by rounding.
         accumulate_dtype: the least precise dtype in which gradients are added up over chunks.
         seq_dim: the dim of the inputs that is the sequence; found by itself where attention
             mixes it.
@@ -103,6 +106,7 @@ def compile(  # noqa: A001 - named after torch.compile
         head_chunk_size=head_chunk_size,
         segment_layers=segment_layers,
         schedule=schedule,
+        inner=inner,
         accumulate_dtype=accumulate_dtype,
         seq_dim=seq_dim,
         strict=strict,

@@ -28,6 +28,7 @@ class Options:
         head_chunk_size: the same for segments that end in sums (the loss).
         segment_layers: stretches between attentions per segment.
         schedule: what is kept for the backward.
+        inner: a backend of ``torch.compile`` for the ops inside of chunk bodies, ``None`` for none.
         accumulate_dtype: the least precise dtype in which gradients are added up over chunks.
         seq_dim: the dim of the inputs that is the sequence, ``None`` to find it.
         strict: whether parts that would run whole are an error.
@@ -38,6 +39,7 @@ class Options:
     head_chunk_size: int | None = None
     segment_layers: int = 1
     schedule: Schedule = Schedule()
+    inner: str | None = None
     accumulate_dtype: torch.dtype = torch.float32
     seq_dim: int | None = None
     strict: bool = False
@@ -60,6 +62,7 @@ class Options:
         head_chunk_size: int | str = "auto",
         segment_layers: int | str = "auto",
         schedule: Schedule | None = None,
+        inner: str | None = None,
         accumulate_dtype: torch.dtype = torch.float32,
         seq_dim: int | None = None,
         strict: bool = False,
@@ -79,7 +82,11 @@ class Options:
             raise _invalid("seq_dim", seq_dim, "an integer, or None to find the sequence")
         if schedule is not None and not isinstance(schedule, Schedule):
             raise _invalid("schedule", schedule, "a seqsplit.Schedule, or None")
+        if inner is not None and inner not in torch.compiler.list_backends(None):
+            known = ", ".join(torch.compiler.list_backends())
+            raise _invalid("inner", inner, f"a backend of torch.compile ({known}), or None")
         return Options(
+            inner=inner,
             segment_layers=layers,
             schedule=schedule or Schedule(),
             accumulate_dtype=accumulate_dtype,

@@ -24,7 +24,7 @@ from .plan import Plan
 from .rehearsal import rehearse_segment
 from .schedule import Schedule
 
-__all__ = ["SCHEDULES", "Choice", "TrainingPlan", "plan"]
+__all__ = ["OPTIMIZERS", "SCHEDULES", "Choice", "TrainingPlan", "plan"]
 
 Step = Callable[[nn.Module, Tensor], Tensor]
 
@@ -38,7 +38,7 @@ SCHEDULES = {
 }
 
 # Bytes per trained element, besides weights and gradients; ``None``: two states like the weight.
-_OPTIMIZERS = {"none": 0, "sgd": 0, "adamw": None, "adamw8bit": 2, "adamw32": 8}
+OPTIMIZERS = {"none": 0, "sgd": 0, "adamw": None, "adamw8bit": 2, "adamw32": 8}
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
 _CHUNKS = (3, 5)  # the lengths that are rehearsed, in chunks
 
@@ -324,14 +324,14 @@ def _on_meta(model: Any, dtype: torch.dtype) -> nn.Module:
 
 def _optimizer_bytes(optimizer: str | float, trained: Sequence[Tensor]) -> float:
     if isinstance(optimizer, str):
-        if optimizer not in _OPTIMIZERS:
+        if optimizer not in OPTIMIZERS:
             raise InvalidOptionError(
                 format_message(
                     f"optimizer={optimizer!r} cannot mean anything",
-                    fix=f"give one of {', '.join(_OPTIMIZERS)}, or bytes per trained element",
+                    fix=f"give one of {', '.join(OPTIMIZERS)}, or bytes per trained element",
                 )
             )
-        optimizer = _OPTIMIZERS[optimizer]
+        optimizer = OPTIMIZERS[optimizer]
     per_element = optimizer
     return sum(
         p.numel() * (2 * p.element_size() if per_element is None else per_element) for p in trained

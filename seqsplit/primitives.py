@@ -59,7 +59,7 @@ class Cache:
         self._values, self._complete = values, values is not None
 
     def write(self, x: Tensor, start: int, end: int) -> None:
-        """Put a chunk's rows where they belong, unless all of them were put there in the forward."""
+        """Put a chunk's rows where they belong, unless the forward has put all of them there."""
         if self._complete:
             return
         if self._values is None:
