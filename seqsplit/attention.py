@@ -14,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .primitives import Replay
+from .primitives import PrefixGradient, Replay
 
 __all__ = ["banded_attention", "causal_attention"]
 
 aten = torch.ops.aten
+
+_PREFIX_CHUNKS = 4  # of keys before the chunk whose gradient is made at a time
 
 
 def causal_attention(
@@ -52,8 +54,9 @@ def causal_attention(
         return banded_attention(query, keys, values, start, 0, None, 0.0, scale, enable_gqa)
     if scale is None:
         scale = query.shape[-1] ** -0.5
+    prefix = _gradient_of(key_before), _gradient_of(value_before)
     return _MergedAttention.apply(
-        query, key_before, key, value_before, value, scale, kernel, replay, slot
+        query, key_before, key, value_before, value, scale, kernel, prefix, replay, slot
     )
 
 
@@ -120,7 +123,8 @@ class _FlashCuda:
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         causal: bool, scale: float, extra: tuple,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        cum_q, cum_k, max_q, max_k, seed, offset = extra
+        cum_q, cum_k, _, _, seed, offset = extra
+        max_q, max_k = q.shape[-2], k.shape[-2]  # of the keys at hand, perhaps not all of them
         return aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, causal, seed, offset,
             scale=scale,
@@ -159,11 +163,16 @@ def _kernel_for(query: Tensor, key: Tensor, value: Tensor) -> Any:
     return None
 
 
+def _gradient_of(before: Tensor) -> PrefixGradient | None:
+    return getattr(before, "seqsplit_gradient", None)
+
+
 class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key_before: Tensor, key: Tensor, value_before: Tensor,
-        value: Tensor, scale: float, kernel: Any, replay: Replay, slot: int,
+        value: Tensor, scale: float, kernel: Any,
+        prefix: tuple[PrefixGradient | None, PrefixGradient | None], replay: Replay, slot: int,
     ) -> Tensor:  # fmt: skip
         def compute() -> tuple[Any, ...]:
             return _merged(query, key_before, key, value_before, value, scale, kernel)
@@ -171,23 +180,33 @@ class _MergedAttention(torch.autograd.Function):
         out, lse, extra, extra_before = replay.once(slot, compute)
         ctx.save_for_backward(query, key_before, key, value_before, value, out, lse)
         ctx.scale, ctx.kernel, ctx.extra, ctx.extra_before = scale, kernel, extra, extra_before
+        ctx.prefix = prefix
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key_before, key, value_before, value, out, lse = ctx.saved_tensors
-        dq, dk, dv = ctx.kernel.backward(
-            grad, query, key, value, out, lse, True, ctx.scale, ctx.extra
-        )
+        kernel, scale = ctx.kernel, ctx.scale
+        dq, dk, dv = kernel.backward(grad, query, key, value, out, lse, True, scale, ctx.extra)
         dk_before = dv_before = None
-        if ctx.extra_before is not None:
-            dq_before, dk_before, dv_before = ctx.kernel.backward(
-                grad, query, key_before, value_before, out, lse, False, ctx.scale,
-                ctx.extra_before,
-            )  # fmt: skip
-            dq = dq + dq_before
-        return dq, dk_before, dk, dv_before, dv, None, None, None, None
+        length = key_before.shape[-2] if ctx.extra_before is not None else 0
+        add_keys, add_values = ctx.prefix
+        in_parts = add_keys is not None and add_values is not None and all(ctx.needs_input_grad[:5])
+        # In parts, the prefix's gradient takes the room of a few chunks and not of the sequence.
+        rows = _PREFIX_CHUNKS * key.shape[-2] if in_parts else length
+        for first in range(0, length, max(rows, 1)):
+            count = min(rows, length - first)
+            keys, values = (t.narrow(-2, first, count) for t in (key_before, value_before))
+            more, dk_before, dv_before = kernel.backward(
+                grad, query, keys, values, out, lse, False, scale, ctx.extra_before
+            )
+            dq = dq.add_(more)
+            if in_parts:
+                add_keys.add(dk_before, first)
+                add_values.add(dv_before, first)
+                dk_before = dv_before = None
+        return dq, dk_before, dk, dv_before, dv, None, None, None, None, None
 
 
 def _merged(

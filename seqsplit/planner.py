@@ -40,7 +40,9 @@ SCHEDULES = {
 # Bytes per trained element, besides weights and gradients; ``None``: two states like the weight.
 OPTIMIZERS = {"none": 0, "sgd": 0, "adamw": None, "adamw8bit": 2, "adamw32": 8}
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
-_CHUNKS = (3, 5)  # the lengths that are rehearsed, in chunks
+# The lengths that are rehearsed, in chunks: from here on what a chunk needs besides the sequence's
+# own buffers is the same for all of them.
+_CHUNKS = (6, 9)
 
 
 @dataclass(frozen=True)

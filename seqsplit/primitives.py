@@ -22,6 +22,7 @@ from .held import Held
 __all__ = [
     "Cache",
     "Carry",
+    "PrefixGradient",
     "Replay",
     "cached_parts",
     "cached_read",
@@ -124,8 +125,24 @@ def cached_read(x: Tensor, cache: Cache, first: int, start: int, end: int) -> Te
 def cached_parts(
     x: Tensor, cache: Cache, first: int, start: int, end: int
 ) -> tuple[Tensor, Tensor]:
-    """The same in two views: what came before the chunk, ``[first, start)``, and the chunk."""
-    return _CachedRead.apply(x, cache, first, start, end, True)
+    """The same in two views: what came before the chunk, ``[first, start)``, and the chunk.
+
+    The first one says in ``seqsplit_gradient`` where its gradient may be added in parts.
+    """
+    before, own = _CachedRead.apply(x, cache, first, start, end, True)
+    before.seqsplit_gradient = PrefixGradient(cache, first)
+    return before, own
+
+
+class PrefixGradient:
+    """Where the gradient of rows before a chunk is added, without ever being there as a whole."""
+
+    def __init__(self, cache: Cache, first: int) -> None:
+        self._cache, self._first = cache, first
+
+    def add(self, grad: Tensor, start: int) -> None:
+        """Add to the rows that begin at ``start``, counted from the first that is read."""
+        self._cache.add_grad(grad, self._first + start)
 
 
 class Carry:

@@ -197,12 +197,15 @@ class _Trial:
         exact: bool,
     ) -> None:
         self._exact = exact
-        self._function, self._leaves, self._structure = function, leaves, structure
+        self._function, self._structure = function, structure
+        self._leaves = [_stand_in(leaf) for leaf in leaves]
         self._layout = main.layout
         self._chosen = {
             id(leaf): _telling_rows(leaf.node)
             for leaf in leaves
-            if isinstance(leaf, Operand) and isinstance(leaf.node, Source)
+            if isinstance(leaf, Operand)
+            and isinstance(leaf.node, Source)
+            and leaf.node.device.type != "meta"
         }
 
     def run(self) -> tuple[tuple[Result, ...], pytree.TreeSpec] | None:
@@ -237,12 +240,8 @@ class _Trial:
         node = leaf.node
         if id(leaf) in self._chosen:
             return node.rows().detach()[self._chosen[id(leaf)]]
-        shape = (_ROWS, *node.features)
-        if node.dtype == torch.bool:
-            return torch.randint(0, 2, shape, device=node.device).bool()
-        if not (node.dtype.is_floating_point or node.dtype.is_complex):
-            return torch.randint(0, 4, shape, dtype=node.dtype, device=node.device)
-        return torch.randn(shape, device=node.device).to(node.dtype) * 2
+        device = "cpu" if node.device.type == "meta" else node.device
+        return _random((_ROWS, *node.features), node.dtype, device)
 
     def _call(self, rows: list[Any], lead: tuple[int, ...], which: slice) -> Any:
         arguments = [
@@ -281,6 +280,21 @@ class _Trial:
                 }
             )
         return found
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, device=device).bool()
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.randint(0, 4, shape, dtype=dtype, device=device)
+    return torch.randn(shape, device=device).to(dtype) * 2
+
+
+def _stand_in(leaf: Any) -> Any:
+    """Values for a tensor that has none: a step that is planned for is not run on a device."""
+    if not isinstance(leaf, Tensor) or not leaf.is_meta:
+        return leaf
+    return _random(leaf.shape, leaf.dtype, "cpu").requires_grad_(leaf.requires_grad)
 
 
 def _agree(
