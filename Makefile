@@ -4,6 +4,7 @@
 # make coverage  try every causal LM of the transformers catalogue, write docs/coverage.md
 # make objectives  measure every training objective, write docs/objectives.md
 # make trainers  measure memory inside trainers, write docs/trainers.md
+# make planning  predict the longest sequences of published models, write docs/planning.md
 # make outside   try decoders of other packages, write docs/coverage-outside.md
 # make fuzz   try N random decoders (make fuzz N=2000)
 # make gpu    measure on a GPU, with the Python that has torch; installs nothing
@@ -25,7 +26,7 @@ VENV := .venv
 VENV_PYTHON := $(CURDIR)/$(VENV)/bin/python
 SITE := .cache/site
 
-.PHONY: help demo test bench coverage objectives trainers outside fuzz gpu lint clean
+.PHONY: help demo test bench coverage objectives trainers planning outside fuzz gpu lint clean
 .DELETE_ON_ERROR:
 .PRECIOUS: $(VENV)/.installed-%
 
@@ -51,6 +52,9 @@ objectives: $(VENV)/.installed-test
 
 trainers: $(VENV)/.installed-test
 	$(VENV_PYTHON) -m benchmarks.trainers
+
+planning: $(VENV)/.installed-test
+	$(VENV_PYTHON) -m benchmarks.planning
 
 outside: $(VENV)/.installed-test
 	$(VENV_PYTHON) -m benchmarks.outside --workers $(WORKERS)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 
+from .configurations import read_configuration
 from .errors import SeqsplitError
 from .planner import OPTIMIZERS, plan
 
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with errors.status("capturing") as status:
             found = plan(
-                _configuration(options.config),
+                read_configuration(options.config),
                 seq_len=options.seq_len,
                 batch_size=options.batch_size,
                 memory=options.memory,
@@ -55,11 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "plan",
         help="predict the memory of a training step",
-        description="Predict the memory of a training step of a transformers model, under each "
+        description="Predict the memory of a training step, under each "
         "schedule, without a GPU and without its weights.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    command.add_argument("config", type=Path, help="a config.json of transformers, or its folder")
+    command.add_argument("config", type=Path, help="a config.json, or its folder")
     command.add_argument("--seq-len", type=int, required=True, help="tokens per sequence")
     command.add_argument("--batch-size", type=int, default=1, help="sequences per step")
     command.add_argument("--memory", default="80GB", help="of the device")
@@ -71,21 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--chunk-size", type=int, default=0, help="rows per chunk; 0: automatic")
     command.add_argument("--head-chunk-size", type=int, default=0, help="the same in the head")
     return parser
-
-
-def _configuration(path: Path) -> Any:
-    try:
-        from transformers import AutoConfig
-    except ImportError:
-        raise ValueError(
-            "reading a configuration needs transformers: pip install seqsplit[hf]"
-        ) from None
-    if path.is_dir():
-        path = path / "config.json"
-    values = json.loads(path.read_text())
-    if "model_type" not in values:
-        raise ValueError(f"{path} names no model_type: it is no configuration of transformers")
-    return AutoConfig.for_model(**values)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from .api import Handle, executor_running
+from .configurations import model_on_meta
 from .errors import InvalidOptionError, format_message
 from .forecast import Forecast, Parts, parts_of_stretches
 from .memory import track_memory
@@ -157,8 +158,8 @@ def plan(
     short lengths; every stretch of it grows linearly from there.
 
     Args:
-        model: a module (on any device; it is left as it is), or a configuration of a
-            ``transformers`` model.
+        model: a module (on any device; it is left as it is), or a configuration from which one
+            is made.
         seq_len: tokens per sequence.
         batch_size: sequences per step.
         memory: of the device: bytes, or a text such as ``"80GB"`` (of 2**30 bytes, as makers of
@@ -309,19 +310,7 @@ def _on_meta(model: Any, dtype: torch.dtype) -> nn.Module:
                 empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = empty
         return copy.deepcopy(model, memo)
-    try:
-        from transformers import AutoModelForCausalLM, PretrainedConfig
-    except ImportError:
-        PretrainedConfig = ()
-    if not isinstance(model, PretrainedConfig):
-        raise InvalidOptionError(
-            format_message(
-                f"cannot plan for a {type(model).__name__}",
-                fix="give an nn.Module, or a configuration of transformers",
-            )
-        )
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model, dtype=dtype).train()
+    return model_on_meta(model, dtype)
 
 
 def _optimizer_bytes(optimizer: str | float, trained: Sequence[Tensor]) -> float:

@@ -20,11 +20,11 @@ from torch import Tensor
 from .chain import Link
 from .held import may_release
 from .loops import Loops
-from .memory import mark
 from .plan import Segment
 from .primitives import Replay
 from .refusals import check_versions, refuse_second_derivatives
 from .run import SegmentRun, chunk_bounds
+from .storages import mark
 
 __all__ = ["run_segment"]
 

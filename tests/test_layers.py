@@ -10,8 +10,10 @@ ROOT = Path(__file__).parent.parent
 PASSES = sorted((ROOT / "passes").rglob("*.py"))
 RUNTIME = sorted((ROOT / "seqsplit").glob("*.py"))
 # What passes may know of the package around them: what plans and bodies are written in.
-ALLOWED = {"assumptions", "errors", "placement", "plan"}
-ALLOWED |= {"attention", "primitives", "scan", "stencil"}
+ALLOWED = {"assumptions", "errors", "options", "placement", "plan", "schedule"}
+ALLOWED |= {"attention", "primitives", "scan", "stencil", "weights"}
+# Where a configuration becomes a module, the library that does it has to be named.
+NAMES_A_LIBRARY = "configurations.py"
 
 
 def imported(path):
@@ -44,6 +46,8 @@ def test_files_stay_small_and_know_no_model(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 600
     names = r"llama|qwen|gemma|mistral|mixtral|bloom|gpt|neox|falcon|deepseek|transformers\b"
+    if path.name == NAMES_A_LIBRARY:
+        names = names.removesuffix(r"|transformers\b")
     found = re.findall(names, text, flags=re.IGNORECASE)
     assert not found, f"{path.name} names {found}"
 
