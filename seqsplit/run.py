@@ -78,7 +78,9 @@ class SegmentRun:
         start, end = self.chunks[index]
         self.replay.chunk = index
         module = body.fill if fill else body.module
-        return module(start, end, self.length, *self.sizes, *inputs, *caches, self.replay)
+        # Past a module's call, which looks for hooks at every chunk.
+        call = getattr(module, "forward", module)
+        return call(start, end, self.length, *self.sizes, *inputs, *caches, self.replay)
 
     def new_caches(self) -> list[Cache | Carry]:
         dtype = self.segment.options.accumulate_dtype

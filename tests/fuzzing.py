@@ -32,6 +32,7 @@ def check(spec, call):
         chunk_size=call.chunk_size,
         head_chunk_size=call.head_chunk_size,
         segment_layers=call.segment_layers,
+        schedule=call.schedule,
     )
     for length in call.lengths:
         padding = "none" if spec.sequence_first else call.padding

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import nn
 
+from seqsplit import Schedule
+
 from .batches import VOCAB
 from .rope import angles, rotate
 from .weights import randomise
@@ -334,7 +336,16 @@ class Call:
     chunk_size: int = 3
     head_chunk_size: int = 3
     segment_layers: int = 1
+    schedule: Schedule = Schedule()
 
+
+schedules = st.builds(
+    Schedule,
+    forwards=st.sampled_from([2, 3, 4]),
+    keep_keys=st.booleans(),
+    keep_attention=st.booleans(),
+    offload=st.sampled_from([None, "cpu"]),
+)
 
 calls = st.builds(
     Call,
@@ -344,4 +355,5 @@ calls = st.builds(
     chunk_size=st.integers(1, 10),
     head_chunk_size=st.integers(1, 10),
     segment_layers=st.sampled_from([1, 1, 2]),
+    schedule=st.one_of(st.just(Schedule()), schedules),
 )
