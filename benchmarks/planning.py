@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
             if not names:
                 names = [choice.name for choice in found.choices]
-                lines += [row("model", "trained", "resident", "StreamBP", *names)]
+                lines += ["", row("model", "trained", "resident", "StreamBP", *names)]
                 lines += ["|" + " --- |" * (4 + len(names))]
             resident = found.weight_bytes + found.choices[0].parts.gradients
             published = f"{case.published:,}" if case.published else "–"
