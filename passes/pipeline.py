@@ -2,6 +2,7 @@
 
 1. lower      torch-level graph -> functional ATen graph with symbolic sizes
 2. normalize  means become sums over counts, shape-only operands become sizes
+   kernels    calls of fused attention that others have written
 3. propagate  what each value is: outer or active, which dims grow with the sequence
 4. attend     which keys each attention needs
 5. cut        which values are kept whole between segments
@@ -30,6 +31,7 @@ from .check import check_plan
 from .cut import Cuts, Group, bytes_per_token, choose_cuts
 from .demand import AddedLater, Demands, Input, Narrow, NeededWhole, ReadKeys, demand
 from .facts import Facts, find_sequence, fixed_length, propagate
+from .kernels import find_kernels
 from .lower import lower
 from .normalize import normalize, normalize_means
 from .regions import Regions
@@ -100,6 +102,8 @@ def build_plan(
     with clock("normalize"):
         normalize(lowered)
         express_sizes(lowered)
+    with clock("kernels"):
+        find_kernels(lowered, examples)
     with clock("propagate"):
         sequence = find_sequence(lowered, options.seq_dim)
         facts = propagate(lowered, sequence)
