@@ -108,7 +108,7 @@ def attend(facts: Facts, examples: Sequence[Any] = ()) -> Reads:
             key = node.args[kernel.places["key"]]
             if facts.is_sequence(facts.shape(key)[kernel.dim]):
                 reads.mixers.append(node)
-                reads.fused[node] = _of_kernel(facts, kernel, node)
+                reads.fused[node] = _of_kernel(facts, bands, kernel, node)
         elif node.target in SOFTMAX:
             dim = node.args[1] % node.meta["val"].ndim
             if facts.is_sequence(facts.shape(node)[dim]):
@@ -144,13 +144,20 @@ def _fused(facts: Facts, bands: Bands, node: fx.Node) -> Read:
     return _of_band(known, dim, minimum_fill=False)
 
 
-def _of_kernel(facts: Facts, kernel: Any, node: fx.Node) -> Read:
+def _of_kernel(facts: Facts, bands: Bands, kernel: Any, node: fx.Node) -> Read:
     query, key = (
         facts.shape(node.args[kernel.places[role]])[kernel.dim] for role in ("query", "key")
     )
-    if not kernel.meaning.causal or query != key:
+    if query != key:
         return ALL
-    return Read(Span(Kind.KEYS, kernel.meaning.window), causal=True)
+    found, dim = kernel.sees(facts, bands)
+    reads = [
+        _of_band(known, dim, minimum_fill=False)
+        if isinstance(known, Band)
+        else _of_bias(known, dim)
+        for known in found
+    ]
+    return next((read for read in reads if read.span is not None), ALL)
 
 
 def _of_bias(known: Any, dim: int) -> Read:

@@ -393,7 +393,7 @@ class _Pushing:
         if placement != Chunk(kernel.dim):
             return Compute(tuple(zip(operands, pull(node, placement, self._facts.shape))))
         read = self._reads.fused.get(node, Read(None))
-        if kernel.meaning.causal and not read.causal:
+        if kernel.counts_from_last and read.span is None:
             raise Unsplittable(node, "causal attention between sequences of different lengths")
         keys = Placement(((kernel.dim, read.span),)) if read.span is not None else Whole
         wanted = dict(enumerate([Whole] * len(operands)))

@@ -12,6 +12,7 @@ Each call found becomes one node whose target says so in ``attends``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,8 @@ from torch.utils import _pytree as pytree
 
 from ..assumptions import SameValues
 from ..attention import documents_within
+from .bands import Band, Bands
+from .facts import Facts
 from .kernel_proof import Given, Meaning, is_proved, reference
 from .lower import Lowered, custom_function, function_of
 
@@ -78,6 +81,18 @@ class Kernel:
     places: dict[str, int]
     meaning: Meaning
     dim: int
+
+    @property
+    def counts_from_last(self) -> bool:
+        """Whether places are counted from the last query, which is where the last key is."""
+        return self.meaning.causal
+
+    def sees(self, facts: Facts, bands: Bands) -> tuple[list[Band], int]:
+        """What is known of the keys that a query sees, and the dim that stands for keys."""
+        if not self.meaning.causal:
+            return [], 1
+        left = math.inf if self.meaning.left is None else self.meaning.left
+        return [Band(0, 1, (-left, 0), (-left, 0))], 1
 
     def rows(
         self, run: Callable, start: int, first: int, end: int, operands: Sequence[Any]

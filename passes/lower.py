@@ -265,7 +265,8 @@ def function_of(target: Callable, moving: list[bool], fixed: list, structure: An
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         return target(*args, **kwargs)
 
-    call.__module__ = __name__
+    call.__module__, call.__name__ = __name__, str(target).replace(".", "_")
+    call.template = (target, moving, fixed, structure)
     codes = [structure_of(f) if isinstance(f, fx.GraphModule) else repr(f) for f in fixed]
     call.fingerprint = (str(target), repr(moving), repr(codes), repr(structure))
     return call

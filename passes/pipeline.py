@@ -31,6 +31,7 @@ from .check import check_plan
 from .cut import Cuts, Group, bytes_per_token, choose_cuts
 from .demand import AddedLater, Demands, Input, Narrow, NeededWhole, ReadKeys, demand
 from .facts import Facts, find_sequence, fixed_length, propagate
+from .flex import find_flex
 from .kernels import find_kernels
 from .lower import lower
 from .normalize import normalize, normalize_means
@@ -104,6 +105,7 @@ def build_plan(
         express_sizes(lowered)
     with clock("kernels"):
         find_kernels(lowered, examples)
+        find_flex(lowered)
     with clock("propagate"):
         sequence = find_sequence(lowered, options.seq_dim)
         facts = propagate(lowered, sequence)

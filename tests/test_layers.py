@@ -11,7 +11,7 @@ PASSES = sorted((ROOT / "passes").rglob("*.py"))
 RUNTIME = sorted((ROOT / "seqsplit").glob("*.py"))
 # What passes may know of the package around them: what plans and bodies are written in.
 ALLOWED = {"assumptions", "errors", "placement", "plan"}
-ALLOWED |= {"attention", "primitives", "scan", "stencil"}
+ALLOWED |= {"attention", "flex", "primitives", "scan", "stencil"}
 
 
 def imported(path):
