@@ -108,7 +108,7 @@ def _replace(
 
 def _as_target(flex: Flex, call: FlexAttention, fingerprint: Any) -> Callable:
     doubles = [fx.GraphModule(m, double_graph(m.graph)) for m in (call.score, call.mask)]
-    double = call.with_functions(*doubles)
+    double = call.checked_by(*doubles)
 
     def flex_attention(*operands: Any) -> tuple[Tensor, ...]:
         return call(0, 0, *operands)

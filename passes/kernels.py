@@ -48,10 +48,20 @@ _NUMBERS = {
     "right": ("window_size_right",),
     "window": ("window_size",),
     "softcap": ("softcap",),
-    "dropout": ("dropout_p",),
+    "dropout": ("dropout_p", "p_dropout"),
 }
 _ORDER = tuple(_TENSORS)
 _ROLES = {name: role for role, names in (_TENSORS | _NUMBERS).items() for name in names}
+_COPIES = {
+    torch.ops.aten.alias.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.contiguous.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.lift_fresh_copy.default,
+    torch.ops.aten.to.device,
+    torch.ops.aten.to.dtype,
+    torch.ops.aten.to.dtype_layout,
+}
 _UNRELATED = 10007  # for sizes that a kernel is given and has no use for
 _WITHOUT_EFFECT = {
     "deterministic",
@@ -285,6 +295,7 @@ def _said_by(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict) -> di
         return None
     said = {}
     for name, value in _named(op, args, kwargs).items():
+        name = name.rstrip("_")  # as optional ones are called in some
         if name in _ROLES:
             said[_ROLES[name]] = value
         elif name not in _WITHOUT_EFFECT and not _says_nothing(value):
@@ -400,7 +411,7 @@ def _same_documents(
     having the same values, it is assumed, and checked at each call."""
     if "starts_q" not in kernel.places or not kernel.meaning.causal:
         return True
-    one, other = (operands[kernel.places[role]] for role in ("starts_q", "starts_k"))
+    one, other = (_copied(operands[kernel.places[role]]) for role in ("starts_q", "starts_k"))
     if one is other:
         return True
     inputs = lowered.placeholders
@@ -411,3 +422,10 @@ def _same_documents(
         return False
     lowered.assumptions.append(assumption)
     return True
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    """Where an integer tensor's values come from."""
+    while node.target in _COPIES:
+        node = node.args[0]
+    return node

@@ -17,10 +17,15 @@ from torch.nn.attention.flex_attention import create_block_mask
 __all__ = ["FlexAttention"]
 
 _LARGEST_BLOCK = 128
+_MAX_CAPTURES = 64
 
 
 class FlexAttention:
     """One call of the op, with what it is given besides tensors.
+
+    Attributes:
+        backend: what compiles the op for its kernel.
+        dense: never to use it.
 
     Args:
         score: ``score(score, b, h, q, k, *buffers)``, scalars all.
@@ -30,7 +35,10 @@ class FlexAttention:
         blocks: rows and columns of a mask's blocks.
         scale: of the products.
         options: for the kernel.
+        dense: never to use a kernel.
     """
+
+    backend = "inductor"
 
     def __init__(
         self,
@@ -41,6 +49,7 @@ class FlexAttention:
         blocks: tuple[int, int],
         scale: float,
         options: dict[str, Any],
+        dense: bool = False,
     ) -> None:
         self.score, self.mask = score, mask
         self._num_score_buffers, self._mask_dims = num_score_buffers, mask_dims
@@ -48,13 +57,14 @@ class FlexAttention:
         self._scale = scale
         # Which blocks are empty differs from chunk to chunk.
         self._options = {**options, "BLOCKS_ARE_CONTIGUOUS": False}
+        self.dense = dense
         self._compiled: Callable | None = None
 
-    def with_functions(self, score: Callable, mask: Callable) -> FlexAttention:
-        """The same call with other functions in the place of its own."""
+    def checked_by(self, score: Callable, mask: Callable) -> FlexAttention:
+        """The same call, computed densely, with other functions in the place of its own."""
         return FlexAttention(
             score, mask, self._num_score_buffers, self._mask_dims, self._blocks, self._scale,
-            self._options,
+            self._options, dense=True,
         )  # fmt: skip
 
     def __call__(
@@ -76,7 +86,12 @@ class FlexAttention:
         of_score = (*places, *buffers[: self._num_score_buffers])
         of_mask = (*places, *buffers[self._num_score_buffers :])
         blocks = self._block_mask(query, key, of_mask)
-        return self._op(query.device)(query, key, value, blocks, of_score, of_mask)
+        call = self._by_kernel if self.uses_kernel(query.device) else self._densely
+        return call(query, key, value, blocks, of_score, of_mask)
+
+    def uses_kernel(self, device: torch.device) -> bool:
+        """Whether the op is compiled; on CPU its kernel has no backward."""
+        return not self.dense and device.type != "cpu"
 
     def _block_mask(self, query: Tensor, key: Tensor, buffers: tuple) -> tuple:
         def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -91,21 +106,43 @@ class FlexAttention:
             )
         return made.as_tuple()[:-1]  # without the function
 
-    def _op(self, device: torch.device) -> Callable:
-        if device.type == "cpu":
-            return self._call
-        if self._compiled is None:
-            self._compiled = torch.compile(self._call, dynamic=True, fullgraph=True)
-        return self._compiled
-
-    def _call(
+    def _densely(
         self, query: Tensor, key: Tensor, value: Tensor, blocks: tuple, of_score: tuple,
         of_mask: tuple,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        # Buffers that the functions closed over would get no gradient here.
         return torch.ops.higher_order.flex_attention(
             query, key, value, self._shifted_score, (*blocks, self._shifted_mask), self._scale,
             self._options, of_score, of_mask,
         )  # fmt: skip
+
+    def _by_kernel(self, *operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if self._compiled is None:
+            self._compiled = torch.compile(
+                self._captured, dynamic=True, fullgraph=True, backend=self.backend
+            )
+        for tensor in operands[:3]:  # kernels are made for a number of heads and their width
+            torch._dynamo.mark_static(tensor, -3)
+            torch._dynamo.mark_static(tensor, -1)
+        # Sizes of one are captures of their own.
+        with torch._dynamo.config.patch(recompile_limit=_MAX_CAPTURES):
+            return self._compiled(*operands)
+
+    def _captured(
+        self, query: Tensor, key: Tensor, value: Tensor, blocks: tuple, of_score: tuple,
+        of_mask: tuple,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """What is compiled: there the functions have to close over their buffers."""
+
+        def score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return self._shifted_score(score, b, h, q, k, *of_score)
+
+        def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return self._shifted_mask(b, h, q, k, *of_mask)
+
+        return torch.ops.higher_order.flex_attention(
+            query, key, value, score, (*blocks, mask), self._scale, self._options
+        )
 
     def _shifted_score(
         self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor,

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from compare import Pair
+from seqsplit.flex import FlexAttention
 from zoo import batches, hf, probe
 from zoo.weights import randomise
 
@@ -136,6 +137,15 @@ def test_flex(name, seen):
     pair.run_mine(*args, **extras).backward()
     ends = [(s, min(s + chunk_size, 9)) for s in range(0, 9, chunk_size)]
     assert set(seen) == {(e - s, 9 if reach is None else e - max(0, s - reach)) for s, e in ends}
+
+
+def test_compiled_for_a_kernel(monkeypatch):
+    """What is called where the op has a kernel, but for the code generation."""
+    monkeypatch.setattr(FlexAttention, "backend", "aot_eager")
+    monkeypatch.setattr(FlexAttention, "uses_kernel", lambda self, device: not self.dense)
+    pair = Pair(lambda: randomise(Decoder(learned_slopes)), step=probe.step, chunk_size=4)
+    for length in (13, 9):
+        pair.check(*batches.with_labels(3, length))
 
 
 def test_blocks_that_say_more_than_their_function(seen):
