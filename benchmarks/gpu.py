@@ -1,7 +1,8 @@
 """The suite for a GPU: exactness, memory and time, and the longest sequence that fits.
 
 1. Exactness: gradients in float32 and bfloat16 with the fused attention kernels, against eager.
-   Both are compared with float64, so that rounding is not taken for an error.
+   Both are compared with float64, so that rounding is not taken for an error. In bfloat16 also
+   with attention kernels of packages that are installed, and torch's own with functions.
 2. Memory (``torch.cuda.max_memory_allocated``) and time of a step of a large random model,
    against per-layer checkpointing with causal flash attention and a chunked loss.
 3. The same two at growing lengths until they do not fit in ``--limit-gib``, or until the time that
@@ -33,6 +34,7 @@ from seqsplit.memory import track_memory
 from . import baselines, common
 from .floor import floor
 from .flops import FlopCounter
+from .kernels import check_kernels
 from .models import SHAPES, Decoder
 
 # Allowed error of our gradients as a multiple of eager's own error in the same type: of all
@@ -68,11 +70,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     results: dict[str, Any] = {}
     results["exactness"] = exactness(screen, options, budget)
+    results["kernels"] = check_kernels(screen, options.device) if budget.allows(120) else []
     results["comparison"] = comparison(screen, options, budget)
     results["longest"] = longest(screen, options, budget)
     path = common.write_results("gpu", options, results)
     screen.say(f"written: {path.relative_to(common.ROOT)}; {options.budget_s - budget.left:.0f} s")
-    return 0 if all(row["ok"] for row in results["exactness"]) else 1
+    return 0 if all(row["ok"] for row in results["exactness"] + results["kernels"]) else 1
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -23,7 +23,7 @@ from ..assumptions import Assumption
 from ..placement import Kind, Span
 from .bands import Band, Bands, Bias
 from .facts import Facts
-from .rules.attention import SDPA, SOFTMAX
+from .rules.attention import SDPA, SOFTMAX, kernel_of
 from .rules.registry import arguments_of, operands_of, rows_of, sum_rows
 from .scans import SCANS
 from .stencils import STENCILS
@@ -104,6 +104,11 @@ def attend(facts: Facts, examples: Sequence[Any] = ()) -> Reads:
             if facts.is_sequence(facts.shape(node.args[1])[-2]):
                 reads.mixers.append(node)
                 reads.fused[node] = _fused(facts, bands, node)
+        elif (kernel := kernel_of(node.target)) is not None:
+            key = node.args[kernel.places["key"]]
+            if facts.is_sequence(facts.shape(key)[kernel.dim]):
+                reads.mixers.append(node)
+                reads.fused[node] = _of_kernel(facts, bands, kernel, node)
         elif node.target in SOFTMAX:
             dim = node.args[1] % node.meta["val"].ndim
             if facts.is_sequence(facts.shape(node)[dim]):
@@ -137,6 +142,22 @@ def _fused(facts: Facts, bands: Bands, node: fx.Node) -> Read:
     if not isinstance(known, Band) or mask.meta["val"].dtype != torch.bool:
         return ALL
     return _of_band(known, dim, minimum_fill=False)
+
+
+def _of_kernel(facts: Facts, bands: Bands, kernel: Any, node: fx.Node) -> Read:
+    query, key = (
+        facts.shape(node.args[kernel.places[role]])[kernel.dim] for role in ("query", "key")
+    )
+    if query != key:
+        return ALL
+    found, dim = kernel.sees(facts, bands)
+    reads = [
+        _of_band(known, dim, minimum_fill=False)
+        if isinstance(known, Band)
+        else _of_bias(known, dim)
+        for known in found
+    ]
+    return next((read for read in reads if read.span is not None), ALL)
 
 
 def _of_bias(known: Any, dim: int) -> Read:

@@ -10,6 +10,7 @@ is met:
               to a cache and read the range from it
 ``Narrow``    give all positions along a dim, and take a range of them
 ``Attend``    fused attention of the chunk's queries to a range of keys
+``AttendByKernel``  the same by a kernel that others have written
 ``Stencil``   a shift or a causal convolution of a window
 ``Scan``      a cumulative op, whose state is carried from chunk to chunk
 
@@ -32,7 +33,7 @@ from ..placement import Chunk, Kind, Placement, Span, Whole
 from .attend import Read, Reads
 from .cut import summing_row
 from .facts import Facts
-from .rules.attention import SDPA, SOFTMAX
+from .rules.attention import SDPA, SOFTMAX, kernel_of
 from .rules.registry import Unsplittable, arguments_of, contracted, operands_of, pull
 from .scans import SCANS
 from .stencils import STENCILS, reach_of, sequence_dim_of
@@ -40,6 +41,7 @@ from .stencils import STENCILS, reach_of, sequence_dim_of
 __all__ = [
     "AddedLater",
     "Attend",
+    "AttendByKernel",
     "Compute",
     "Demands",
     "Input",
@@ -142,6 +144,14 @@ class Attend:
 
 
 @dataclass(frozen=True)
+class AttendByKernel:
+    """A chunk of queries for a kernel that others have written, which says itself what it sees."""
+
+    operands: tuple[tuple[fx.Node, Placement], ...]
+    read: Read
+
+
+@dataclass(frozen=True)
 class Stencil:
     """Rows that depend on a window of rows: ``operands`` are the windowed one and the weights."""
 
@@ -164,7 +174,7 @@ class Narrow:
     spans: tuple[tuple[int, Span], ...]
 
 
-Recipe = Input | Compute | ReadKeys | Attend | Stencil | Scan | Narrow
+Recipe = Input | Compute | ReadKeys | Attend | AttendByKernel | Stencil | Scan | Narrow
 
 
 @dataclass
@@ -277,6 +287,8 @@ class _Pushing:
                 return ReadKeys(dim, span)
         if node.target is SDPA and placement.has_rows:
             return self._attend(node, placement)
+        if kernel_of(node.target) is not None and placement.has_rows:
+            return self._kernel(node, placement)
         if node.target in STENCILS:
             dim = sequence_dim_of(node)
             if placement == Chunk(dim):
@@ -375,6 +387,19 @@ class _Pushing:
             operands.append((mask, self._mask_placement(mask, read)))
         plain = read.causal and read.span.window is None and arguments["dropout_p"] == 0.0
         return Attend(tuple(operands), read, grouped, parts=plain)
+
+    def _kernel(self, node: fx.Node, placement: Placement) -> Recipe:
+        kernel, operands = kernel_of(node.target), operands_of(node)
+        if placement != Chunk(kernel.dim):
+            return Compute(tuple(zip(operands, pull(node, placement, self._facts.shape))))
+        read = self._reads.fused.get(node, Read(None))
+        if kernel.counts_from_last and read.span is None:
+            raise Unsplittable(node, "causal attention between sequences of different lengths")
+        keys = Placement(((kernel.dim, read.span),)) if read.span is not None else Whole
+        wanted = dict(enumerate([Whole] * len(operands)))
+        wanted[kernel.places["query"]] = Chunk(kernel.dim)
+        wanted[kernel.places["key"]] = wanted[kernel.places["value"]] = keys
+        return AttendByKernel(tuple(zip(operands, wanted.values())), read)
 
     def _mask_placement(self, mask: fx.Node, read: Read) -> Placement:
         shape = self._facts.shape(mask)

@@ -24,7 +24,7 @@ from torch import fx
 
 from ..errors import InvalidOptionError, format_message
 from .lower import Lowered
-from .rules.attention import SDPA, SOFTMAX
+from .rules.attention import SDPA, SOFTMAX, kernel_of
 from .rules.registry import arguments_of, operands_of
 
 __all__ = ["Facts", "NothingToSplit", "find_sequence", "fixed_length", "propagate"]
@@ -225,6 +225,8 @@ def _mixed_size(node: fx.Node, lowered: Lowered) -> sympy.Expr | None:
     """The size of the dim whose positions a node mixes by attention."""
     if node.target is SDPA:
         return lowered.shape(node.args[1])[-2]
+    if (kernel := kernel_of(node.target)) is not None:
+        return lowered.shape(node.args[kernel.places["key"]])[kernel.dim]
     if node.target in SOFTMAX:
         return lowered.shape(node)[node.args[1]]
     return None

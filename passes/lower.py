@@ -34,7 +34,7 @@ from .batched import gather_vmaps, is_vmap
 from .functionalize import functionalize
 from .structure import structure_of
 
-__all__ = ["Lowered", "Region", "lower"]
+__all__ = ["Lowered", "Region", "custom_function", "function_of", "lower"]
 
 aten = torch.ops.aten
 
@@ -220,7 +220,7 @@ class _KeepBackwards(fx.Interpreter):
             return fx.Interpreter(body).run(*operands)
         if target is _CUSTOM_FUNCTION:
             # Traced through, it would become its forward alone and lose its own backward.
-            return _trace_as_one_node(_custom_function(args[0], args[1], kwargs), args[2:])
+            return _trace_as_one_node(custom_function(args[0], args[1], kwargs), args[2:])
         if is_vmap(target):
             return _trace_as_one_node(target, args)
         if isinstance(target, torch._ops.HigherOrderOperator):
@@ -228,15 +228,19 @@ class _KeepBackwards(fx.Interpreter):
             moving = [isinstance(leaf, (torch.Tensor, torch.SymInt)) for leaf in leaves]
             operands = [leaf for leaf, moves in zip(leaves, moving) if moves]
             fixed = [leaf for leaf, moves in zip(leaves, moving) if not moves]
-            return _trace_as_one_node(_higher_order(target, moving, fixed, structure), operands)
+            return _trace_as_one_node(function_of(target, moving, fixed, structure), operands)
         return super().call_function(target, args, kwargs)
 
 
-def _custom_function(forward: fx.GraphModule, backward: fx.GraphModule, options: dict) -> Callable:
+def custom_function(forward: fx.GraphModule, backward: fx.GraphModule, options: dict) -> Callable:
+    """An ``autograd.Function`` of the user's, as a function of its operands; its graphs and what
+    Dynamo says of them are in ``parts``."""
+
     def custom_function(*operands: Any) -> Any:
         return _CUSTOM_FUNCTION(forward, backward, *operands, **options)
 
     custom_function.__module__ = __name__
+    custom_function.parts = (forward, backward, options)
     # What makes two calls the same piece of code, whatever objects they were traced into.
     custom_function.fingerprint = (
         structure_of(forward), structure_of(backward), repr(sorted(options.items()))
@@ -244,21 +248,28 @@ def _custom_function(forward: fx.GraphModule, backward: fx.GraphModule, options:
     return custom_function
 
 
-def _higher_order(
-    target: torch._ops.HigherOrderOperator, moving: list[bool], fixed: list, structure: Any
-) -> Callable:
-    """An op that takes functions (a scan, a loop), as a function of its tensors and sizes."""
+def function_of(target: Callable, moving: list[bool], fixed: list, structure: Any) -> Callable:
+    """A call as a function of its tensors and sizes: of an op that takes functions (a scan, a
+    loop), for one.
 
-    def higher_order(*operands: Any) -> Any:
+    Args:
+        target: what is called.
+        moving: for each leaf of ``(args, kwargs)`` whether it is given at each call.
+        fixed: the other leaves.
+        structure: of ``(args, kwargs)``.
+    """
+
+    def call(*operands: Any) -> Any:
         given, constant = iter(operands), iter(fixed)
         leaves = [next(given) if moves else next(constant) for moves in moving]
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         return target(*args, **kwargs)
 
-    higher_order.__module__ = __name__
+    call.__module__, call.__name__ = __name__, str(target).replace(".", "_")
+    call.template = (target, moving, fixed, structure)
     codes = [structure_of(f) if isinstance(f, fx.GraphModule) else repr(f) for f in fixed]
-    higher_order.fingerprint = (str(target), repr(moving), repr(codes), repr(structure))
-    return higher_order
+    call.fingerprint = (str(target), repr(moving), repr(codes), repr(structure))
+    return call
 
 
 def _trace_as_one_node(function: Callable, operands: Sequence[Any]) -> Any:

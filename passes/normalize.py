@@ -7,6 +7,7 @@
   tensor's values.
 - A slice that takes everything is what it was taken of.
 - A view becomes a reshape: a chunk of what could be viewed may lie in memory so that it cannot.
+  So does taking apart a dim whose size is not fixed, which may be the sequence.
 """
 
 from __future__ import annotations
@@ -78,6 +79,12 @@ def normalize(lowered: Lowered) -> None:
             _replace(node, write(op.default, node.args[0], sizes))
         elif node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
+        elif node.target is aten.unflatten.int and _grows(lowered, node):
+            write, (source, dim, sizes) = _Writer(node), node.args
+            dim %= source.meta["val"].ndim
+            shape = [_size(write, source, d) for d in range(source.meta["val"].ndim)]
+            shape[dim : dim + 1] = sizes
+            _replace(node, write(aten.reshape.default, source, shape))
         elif node.target in (aten.type_as.default, aten.to.other):
             other = node.args[1].meta["val"]
             _replace(node, _Writer(node)(aten.to.device, node.args[0], other.device, other.dtype))
@@ -89,6 +96,10 @@ def normalize(lowered: Lowered) -> None:
         is_impure_node=lambda node: node.op in ("placeholder", "output")
     )
     lowered.graph.lint()
+
+
+def _grows(lowered: Lowered, node: fx.Node) -> bool:
+    return bool(lowered.shape(node.args[0])[node.args[1]].free_symbols)
 
 
 def _itself(node: fx.Node) -> fx.Node | None:

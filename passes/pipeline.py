@@ -2,6 +2,7 @@
 
 1. lower      torch-level graph -> functional ATen graph with symbolic sizes
 2. normalize  means become sums over counts, shape-only operands become sizes
+   kernels    calls of fused attention that others have written
 3. propagate  what each value is: outer or active, which dims grow with the sequence
 4. attend     which keys each attention needs
 5. cut        which values are kept whole between segments
@@ -32,7 +33,9 @@ from .check import check_plan
 from .cut import Cuts, Group, bytes_per_token, choose_cuts
 from .demand import AddedLater, Demands, Input, Narrow, NeededWhole, ReadKeys, demand
 from .facts import Facts, find_sequence, fixed_length, propagate
+from .flex import find_flex
 from .islands import compile_islands
+from .kernels import find_kernels
 from .lower import lower
 from .normalize import normalize, normalize_means
 from .regions import Regions
@@ -107,6 +110,9 @@ def build_plan(
     with clock("normalize"):
         normalize(lowered)
         express_sizes(lowered)
+    with clock("kernels"):
+        find_kernels(lowered, examples)
+        find_flex(lowered)
     with clock("propagate"):
         sequence = find_sequence(lowered, options.seq_dim)
         facts = propagate(lowered, sequence)

@@ -19,7 +19,18 @@ from torch import fx
 from .. import attention, primitives, stencil, weights
 from ..placement import Kind, Placement, Span
 from ..plan import Body, BodyInput, BodyOutput, CacheSpec
-from .demand import Attend, Compute, Demands, Input, Narrow, ReadKeys, Recipe, Scan, Stencil
+from .demand import (
+    Attend,
+    AttendByKernel,
+    Compute,
+    Demands,
+    Input,
+    Narrow,
+    ReadKeys,
+    Recipe,
+    Scan,
+    Stencil,
+)
 from .facts import Facts
 from .lower import Region
 from .rules.registry import Unsplittable, arguments_of, rewrite_arguments
@@ -153,6 +164,8 @@ class _Writer:
                     self._values[node, placement] = self._compute(node, placement, recipe)
                 case Attend():
                     self._values[node, placement] = self._attend(node, recipe)
+                case AttendByKernel():
+                    self._values[node, placement] = self._kernel(node, recipe)
                 case Narrow():
                     value = self._values[node, recipe.whole]
                     for dim, span in recipe.spans:
@@ -301,6 +314,12 @@ class _Writer:
         mask = self._values[rest[2]] if len(rest) > 2 else None
         kwargs = {"scale": scale, "enable_gqa": recipe.grouped}
         return self._op(node, node.target, (q, k, v, mask, dropout_p), kwargs)
+
+    def _kernel(self, node: fx.Node, recipe: AttendByKernel) -> fx.Node:
+        given = iter([self._values[item] for item in recipe.operands])
+        operands = [self._own(value, given) for value in node.args]
+        first = self.first(recipe.read.span) if recipe.read.span is not None else 0
+        return self._op(node, node.target.rows, (self._start, first, self._end, *operands), {})
 
     def _stencil(self, node: fx.Node, recipe: Stencil) -> fx.Node:
         window, *others = (self._values[item] for item in recipe.operands)

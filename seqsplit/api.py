@@ -361,9 +361,9 @@ def _capture_settings() -> Iterator[None]:
 
 
 def _logging_functions() -> set[Callable]:
-    """Methods of loggers, those included that libraries add: a log call is no graph break."""
+    """Methods of loggers, those included that libraries add, and warnings: no graph breaks."""
     names = ("debug", "info", "warn", "error", "critical", "exception", "log")
-    return {
+    return {warnings.warn} | {
         function
         for name, function in vars(logging.Logger).items()
         if callable(function) and name.startswith(names)

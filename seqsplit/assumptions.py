@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Assumption", "BandedTable", "SameSize", "band_of"]
+__all__ = ["Assumption", "BandedTable", "SameSize", "SameValues", "band_of"]
 
 
 class Assumption(Protocol):
@@ -28,6 +28,17 @@ class SameSize:
     def holds(self, inputs: Sequence[object]) -> bool:
         (one, dim), (other, other_dim) = self.one, self.other
         return inputs[one].shape[dim] == inputs[other].shape[other_dim]
+
+
+class SameValues:
+    """Two small inputs hold the same values."""
+
+    def __init__(self, one: int, other: int) -> None:
+        self.one, self.other = one, other
+
+    def holds(self, inputs: Sequence[object]) -> bool:
+        one, other = inputs[self.one], inputs[self.other]
+        return one is other or (one.shape == other.shape and torch.equal(one, other))
 
 
 class BandedTable:

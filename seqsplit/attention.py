@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .primitives import PrefixGradient, Replay
 
-__all__ = ["banded_attention", "causal_attention"]
+__all__ = ["banded_attention", "causal_attention", "documents_within"]
 
 aten = torch.ops.aten
 
@@ -86,6 +86,18 @@ def banded_attention(
     return F.scaled_dot_product_attention(
         query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def documents_within(starts: Tensor, first: int, end: int) -> Tensor:
+    """Where documents start in the positions ``[first, end)``, counted from ``first``.
+
+    Args:
+        starts: where they start in the whole sequence, and the last one's end, ``[N + 1]``.
+
+    Returns:
+        ``[N + 1]``. A document that lies outside is empty; one that is cut keeps its part.
+    """
+    return starts.clamp(first, end) - first
 
 
 class _FlashCpu:
