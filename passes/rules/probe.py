@@ -42,7 +42,7 @@ def probe(
     key = _key(node, operands, shape)
     if key not in _FOUND:
         with disable_proxy_modes_tracing(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # the CPU's alone: others were not forked
             _FOUND[key] = tuple(_rows(node, operands, shape))
     return _FOUND[key]
 

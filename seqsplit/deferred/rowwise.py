@@ -170,7 +170,7 @@ def _find(
         leaves = [options[index] for options, index in zip(readings, choice)]
         with torch.random.fork_rng(devices=_cuda_devices(main)), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch.manual_seed(0)
+            _seed(main)
             try:
                 found = _Trial(function, leaves, structure, main, exact).run()
             except Exception:  # whatever the function does not like about this reading
@@ -183,6 +183,13 @@ def _find(
 
 def _cuda_devices(main: Operand) -> list[int]:
     return [main.node.device.index or 0] if main.node.device.type == "cuda" else []
+
+
+def _seed(main: Operand) -> None:
+    """Seed the generators that a trial draws from, and no others: these were forked."""
+    torch.default_generator.manual_seed(0)
+    for device in _cuda_devices(main):
+        torch.cuda.default_generators[device].manual_seed(0)
 
 
 class _Trial:
