@@ -22,7 +22,13 @@ from ..plan import Body, BodyInput, BodyOutput, CacheSpec
 from .demand import Attend, Compute, Demands, Input, Narrow, ReadKeys, Recipe, Scan, Stencil
 from .facts import Facts
 from .lower import Region
-from .rules.registry import Unsplittable, arguments_of, rewrite_arguments
+from .rules.registry import (
+    Unsplittable,
+    arguments_of,
+    operands_of,
+    rewrite_arguments,
+    takes_double,
+)
 from .scans import SCANS
 from .sizes import OPERATORS, write_expression
 
@@ -273,7 +279,10 @@ class _Writer:
             args, kwargs = _as_call(node.target, arguments)
         else:
             args, kwargs = tuple(arguments.values()), {}
-        return self._op(node, node.target, args, kwargs)
+        new = self._op(node, node.target, args, kwargs)
+        if not takes_double(node, self.shape):
+            new.meta["own"] = [operand.meta["val"] for operand in operands_of(node)]
+        return new
 
     def _attend(self, node: fx.Node, recipe: Attend) -> fx.Node:
         arguments = arguments_of(node)
