@@ -205,10 +205,11 @@ def takes_double(node: fx.Node, shape: Callable[[fx.Node], tuple[sympy.Expr, ...
     plain = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
     if node.op != "call_function" or (plain and _find(node.target) is not None):
         return True
-    operands = operands_of(node)
-    if not operands or node.target is operator.getitem:
+    if node.target is operator.getitem or not operands_of(node):
         return True
-    return by_execution.takes_double(node, operands, shape)
+    if "takes_double" not in node.meta:
+        node.meta["takes_double"] = by_execution.takes_double(node, operands_of(node), shape)
+    return node.meta["takes_double"]
 
 
 def _rank(node: fx.Node) -> int:
