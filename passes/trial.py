@@ -221,7 +221,8 @@ class Part:
         if self._dim is None:
             return value
         part = self._apart(value, self._length).narrow(self._dim + 1, start, end - start)
-        return part.flatten(self._dim, self._dim + 2)
+        # A body's ops mostly get what another op has just made; some kernels take nothing else.
+        return part.flatten(self._dim, self._dim + 2).contiguous()
 
     def join(self, pieces: Sequence[Tensor | None]) -> Tensor | None:
         """Side by side; what was given whole gets the sum of its gradients."""
