@@ -160,8 +160,11 @@ class _Rewriting:
             new = self._call(aten.to.dtype, node.args[1], written.dtype)
             new = self._call(aten.expand_as.default, new, node.args[0])
             return self._call(aten.clone.default, new)  # with memory of its own
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
         new = self._graph.call_function(twin, node.args, dict(node.kwargs))
-        new.meta = {**node.meta, "val": written}
+        new.meta = {**node.meta, "val": twin(*args, **kwargs)}
+        if new.meta["val"].dtype != written.dtype:  # what is written takes the dtype of its place
+            new = self._call(aten.to.dtype, new, written.dtype)
         return new
 
     def _put_back(self, view: fx.Node, value: fx.Node) -> fx.Node:

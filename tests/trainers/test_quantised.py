@@ -28,11 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqsplit
 from seqsplit.memory import track_memory
 
-pytestmark = [
-    # What the libraries say when they are imported, and about each other.
-    pytest.mark.filterwarnings("ignore:.*:UserWarning:(peft|torchao|torch.utils._pytree).*"),
-    pytest.mark.filterwarnings("ignore:Failed to load:UserWarning"),
-]
+# What the libraries say about each other.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:(peft|torchao).*")
 
 
 def bits(**options):
