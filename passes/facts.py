@@ -78,7 +78,8 @@ class Facts:
         outer: values computed whole in the outer graph.
         features: outer values that come from an embedding table or a float input.
         stream: active values that depend on features. The other active values (masks, position
-            biases) are cheap and are computed anew wherever they are needed.
+            biases, weights unpacked from quantised ones) are cheap and are computed anew wherever
+            they are needed.
         position: each node's place in the graph's order.
     """
 

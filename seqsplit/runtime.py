@@ -103,7 +103,10 @@ class _Run:
         start, end = self.chunks[index]
         self.replay.chunk = index
         module = body.fill if fill else body.module
-        return module(start, end, self.length, *self.sizes, *inputs, *caches, self.replay)
+        # A deferred value that is looked at runs bodies where torch functions of other classes (a
+        # quantised weight's) are switched off.
+        with torch._C._EnableTorchFunction():
+            return module(start, end, self.length, *self.sizes, *inputs, *caches, self.replay)
 
     def inputs(self, index: int, operands: Sequence[Tensor]) -> list[Tensor]:
         """The parts of the operands that one chunk takes: views."""

@@ -185,3 +185,25 @@ def test_less_memory(quantised, saved):
     assert peaks[add_seqsplit] < 0.5 * peaks[add_nothing]
     unpacked = 4 * layers * (2 * width * 32 + 2 * width * 16 + 3 * width * hidden)
     assert peaks[add_seqsplit] < unpacked
+
+
+def test_quantised_head(saved):
+    """The head as well, in training, and where its logits are looked at afterwards."""
+    torchao = pytest.importorskip("torchao.quantization")
+    found = []
+    for add_line in (add_nothing, add_seqsplit):
+        model = tiny_model(num_hidden_layers=1).requires_grad_(False)
+        torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+        torch.manual_seed(2)
+        model = peft.get_peft_model(model, peft.LoraConfig(**COMMON, target_modules=["q_proj"]))
+        add_line(model.train())
+        (batch,) = batches(1)
+        output = model(**batch)
+        (output.loss + output.logits.square().mean()).backward()
+        with torch.no_grad():
+            evaluated = model(**batch)
+        numbers = [output.loss, output.logits.sum(), evaluated.loss, evaluated.logits.sum()]
+        gradients = [p.grad for p in model.parameters() if p.requires_grad]
+        found.append([number.detach() for number in numbers] + gradients)
+    for want, have in zip(*found):
+        assert relative_error(have, want) <= 1e-5
