@@ -55,6 +55,15 @@ _KEEPS_NOTHING = {
 }
 _SCALES = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
 _FEW = 4
+# Dtypes that quantised weights are packed in, and the most of them that an element holds (of two
+# bits, in an int32).
+_PACKED = {
+    getattr(torch, name)
+    for name in ("uint8", "int8", "int16", "int32", "float8_e4m3fn", "float8_e5m2")
+    if hasattr(torch, name)
+}
+_MOST_PER_ELEMENT = 16
+_MULTIPLIES = {aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.einsum}
 _DETACHES = {aten.detach.default, aten.detach_.default}
 
 
@@ -69,7 +78,8 @@ class Facts:
         outer: values computed whole in the outer graph.
         features: outer values that come from an embedding table or a float input.
         stream: active values that depend on features. The other active values (masks, position
-            biases) are cheap and are computed anew wherever they are needed.
+            biases, weights unpacked from quantised ones) are cheap and are computed anew wherever
+            they are needed.
         position: each node's place in the graph's order.
     """
 
@@ -280,7 +290,7 @@ def _stays_outer(facts: Facts, node: fx.Node, inputs: list[fx.Node]) -> bool:
     num_sequence_dims = len(facts.sequence_dims(node))
     read_sequence = any(facts.sequence_dims(i) for i in inputs)
     if num_sequence_dims == 0 and not read_sequence:
-        return True  # parameters and constants
+        return not _unpacks(facts, node)  # parameters and constants
     if num_sequence_dims > 1:
         return False
     carried = [i for i in inputs if i in facts.features or i in facts.needs_grad]
@@ -289,6 +299,38 @@ def _stays_outer(facts: Facts, node: fx.Node, inputs: list[fx.Node]) -> bool:
     # Two values where there was one would be two checkpoints.
     replaces = all(len(i.users) == 1 or not facts.sequence_dims(i) for i in carried)
     return replaces and _keeps_nothing(facts, node)
+
+
+def _unpacks(facts: Facts, node: fx.Node) -> bool:
+    """Whether a node makes a frozen weight out of a quantised one.
+
+    Unpacked whole, it would be there for all chunks, and from the forward to the backward, at
+    several times the size of what it comes from. Each chunk unpacks its own, which costs as much
+    as it does in every step of the model without chunks; what multiplies matrices costs more.
+    """
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor) or node in facts.needs_grad or value.ndim < 2:
+        return False
+    if not value.is_floating_point() or not all(size.is_Integer for size in facts.shape(node)):
+        return False
+    if getattr(node.target, "overloadpacket", None) in _MULTIPLIES:
+        return False
+    packed = [root.meta["val"] for root in _inputs_of(node)]
+    size = value.numel() * value.itemsize
+    return size > sum(v.numel() * v.itemsize for v in packed) and any(
+        v.dtype in _PACKED and value.numel() <= _MOST_PER_ELEMENT * v.numel() for v in packed
+    )
+
+
+def _inputs_of(node: fx.Node) -> list[fx.Node]:
+    """The graph's input tensors that a value is computed from."""
+    found, stack = {}, [node]
+    while stack:
+        node = stack.pop()
+        if node not in found and isinstance(node.meta.get("val"), torch.Tensor):
+            found[node] = node.op == "placeholder"
+            stack.extend(node.all_input_nodes)
+    return [node for node, is_input in found.items() if is_input]
 
 
 def _keeps_nothing(facts: Facts, node: fx.Node) -> bool:

@@ -3,7 +3,9 @@
 An in-place op on a view is its out-of-place twin, whose result is put back into what the view was
 taken of, and so on up to the tensor that owns the memory. Whatever is used after the write then
 refers to the new values: other views of the same memory are taken again. A write into an input (a
-buffer that counts calls) becomes one more result of the graph, for the caller to copy back.
+buffer that counts calls) becomes one more result of the graph, for the caller to copy back. Giving
+an input other memory (``weight.data = other``) writes nothing: from there on, and after the call,
+its name stands for the other tensor.
 """
 
 from __future__ import annotations
@@ -16,36 +18,54 @@ import torch
 from torch import fx
 
 from ..errors import CaptureError
+from ..plan import Write
 
 __all__ = ["functionalize"]
 
 aten = torch.ops.aten
 
 
-def functionalize(graph: fx.Graph) -> list[int]:
+def functionalize(graph: fx.Graph) -> list[Write]:
     """Rewrite all writes, in place.
 
     Returns:
-        The numbers of the inputs that are written to. Their new values are the last outputs.
+        Which inputs are written to. Their new values are the last outputs.
 
     Raises:
         CaptureError: a write whose effect on other names of the memory cannot be told.
     """
     written: dict[fx.Node, fx.Node] = {}
+    rebound: set[fx.Node] = set()
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
         if _is_view(twin := _functional_twin(node.target)):
             _reshape(graph, node, twin)
+        elif node.target is aten.set_.source_Tensor:
+            name, other = node.args
+            if name.op != "placeholder" or name in written:
+                raise CaptureError("a value inside the graph is given other memory")
+            written[name] = _rebind(graph, node, other)
+            rebound.add(name)
         elif node.target._schema.is_mutable:
-            base, value = _Write(graph, node).rewrite()
+            base, value = _Rewriting(graph, node).rewrite()
             origin = next((i for i, latest in written.items() if latest is base), base)
             if origin.op == "placeholder":
                 written[origin] = value
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     (output,) = (node for node in graph.nodes if node.op == "output")
     output.args = ((*output.args[0], *written.values()),)
-    return [inputs.index(node) for node in written]
+    return [Write(inputs.index(node), node in rebound) for node in written]
+
+
+def _rebind(graph: fx.Graph, node: fx.Node, other: fx.Node) -> fx.Node:
+    """From here on, the name of an input stands for another tensor."""
+    for user in list(node.args[0].users):
+        if node < user:
+            user.replace_input_with(node.args[0], other)
+    node.replace_all_uses_with(other)
+    graph.erase_node(node)
+    return other
 
 
 def _is_view(twin: torch._ops.OpOverload | None) -> bool:
@@ -65,7 +85,7 @@ def _reshape(graph: fx.Graph, node: fx.Node, twin: torch._ops.OpOverload) -> Non
     graph.erase_node(node)
 
 
-class _Write:
+class _Rewriting:
     """One mutable op.
 
     Args:
@@ -140,8 +160,11 @@ class _Write:
             new = self._call(aten.to.dtype, node.args[1], written.dtype)
             new = self._call(aten.expand_as.default, new, node.args[0])
             return self._call(aten.clone.default, new)  # with memory of its own
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
         new = self._graph.call_function(twin, node.args, dict(node.kwargs))
-        new.meta = {**node.meta, "val": written}
+        new.meta = {**node.meta, "val": twin(*args, **kwargs)}
+        if new.meta["val"].dtype != written.dtype:  # what is written takes the dtype of its place
+            new = self._call(aten.to.dtype, new, written.dtype)
         return new
 
     def _put_back(self, view: fx.Node, value: fx.Node) -> fx.Node:

@@ -27,9 +27,11 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..assumptions import Assumption, SameSize
 from ..errors import CaptureError
+from ..plan import Write
 from .batched import gather_vmaps, is_vmap
 from .functionalize import functionalize
 from .structure import structure_of
@@ -40,6 +42,7 @@ aten = torch.ops.aten
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _CUSTOM_FUNCTION = torch.ops.higher_order.autograd_function_apply
+_DATA = getattr(torch._C._autograd, "_get_data_attr", None)
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,14 @@ class Lowered:
         module: the graph; every node has ``meta["val"]`` and ``meta["region"]``, an input also
             ``meta["requires_grad"]``.
         shape_env: Dynamo's record of the symbols and of the guards on them.
-        writes: numbers of inputs that are written to; their new values are the last outputs.
+        writes: which inputs are written to; their new values are the last outputs.
         assumed: symbols taken to be the same as others (see :func:`_align_inputs`).
         assumptions: what is assumed of the inputs of a call.
     """
 
     module: fx.GraphModule
     shape_env: Any
-    writes: list[int] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
     assumed: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
     assumptions: list[Assumption] = field(default_factory=list)
 
@@ -162,6 +165,8 @@ def lower(captured: fx.GraphModule, example_inputs: Sequence[Any]) -> Lowered:
     graph = module.graph
     for node, example in zip([n for n in graph.nodes if n.op == "placeholder"], example_inputs):
         node.meta["requires_grad"] = isinstance(example, torch.Tensor) and example.requires_grad
+        if isinstance(example, torch.Tensor) and is_traceable_wrapper_subclass(example):
+            node.meta["example"] = example.detach()  # cannot be drawn at random
     _absorb_contexts(graph)
     with fake_mode:
         writes = functionalize(graph)
@@ -223,13 +228,34 @@ class _KeepBackwards(fx.Interpreter):
             return _trace_as_one_node(custom_function(args[0], args[1], kwargs), args[2:])
         if is_vmap(target):
             return _trace_as_one_node(target, args)
-        if isinstance(target, torch._ops.HigherOrderOperator):
-            leaves, structure = pytree.tree_flatten((args, kwargs))
-            moving = [isinstance(leaf, (torch.Tensor, torch.SymInt)) for leaf in leaves]
-            operands = [leaf for leaf, moves in zip(leaves, moving) if moves]
-            fixed = [leaf for leaf, moves in zip(leaves, moving) if not moves]
-            return _trace_as_one_node(function_of(target, moving, fixed, structure), operands)
+        if target is _DATA:  # ``x.data``, which leaves no trace of its own
+            return args[0].detach()
+        if isinstance(target, torch._ops.HigherOrderOperator) or _has_own_ops(args, kwargs):
+            return _keep_call(target, args, kwargs)
         return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: str, args: tuple, kwargs: dict) -> Any:
+        if _has_own_ops(args, kwargs):
+            return _keep_call(None, args, kwargs, method=target)
+        return super().call_method(target, args, kwargs)
+
+
+def _has_own_ops(args: tuple, kwargs: dict) -> bool:
+    """Whether an operand is of a class that says itself what ops on it do: a quantised weight.
+
+    What such a class runs may lie above autograd or below it, and traced through, its own
+    derivatives could be lost. So the call is kept, and made again in each chunk, on the weight
+    as it is: it is unpacked there, and not kept unpacked.
+    """
+    return any(map(is_traceable_wrapper_subclass, pytree.tree_leaves((args, kwargs))))
+
+
+def _keep_call(target: Any, args: tuple, kwargs: dict, method: str | None = None) -> Any:
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    moving = [isinstance(leaf, (torch.Tensor, torch.SymInt)) for leaf in leaves]
+    operands = [leaf for leaf, moves in zip(leaves, moving) if moves]
+    fixed = [leaf for leaf, moves in zip(leaves, moving) if not moves]
+    return _trace_as_one_node(function_of(target, moving, fixed, structure, method), operands)
 
 
 def custom_function(forward: fx.GraphModule, backward: fx.GraphModule, options: dict) -> Callable:
@@ -248,7 +274,13 @@ def custom_function(forward: fx.GraphModule, backward: fx.GraphModule, options: 
     return custom_function
 
 
-def function_of(target: Callable, moving: list[bool], fixed: list, structure: Any) -> Callable:
+def function_of(
+    target: Callable,
+    moving: list[bool],
+    fixed: list,
+    structure: Any,
+    method: str | None = None,
+) -> Callable:
     """A call as a function of its tensors and sizes: of an op that takes functions (a scan, a
     loop), for one.
 
@@ -257,25 +289,32 @@ def function_of(target: Callable, moving: list[bool], fixed: list, structure: An
         moving: for each leaf of ``(args, kwargs)`` whether it is given at each call.
         fixed: the other leaves.
         structure: of ``(args, kwargs)``.
+        method: the name of a method of the first argument, to be called instead.
     """
 
     def call(*operands: Any) -> Any:
         given, constant = iter(operands), iter(fixed)
         leaves = [next(given) if moves else next(constant) for moves in moving]
         args, kwargs = pytree.tree_unflatten(leaves, structure)
+        if method is not None:
+            return getattr(args[0], method)(*args[1:], **kwargs)
         return target(*args, **kwargs)
 
-    call.__module__, call.__name__ = __name__, str(target).replace(".", "_")
+    call.__module__, call.__name__ = __name__, (method or str(target)).replace(".", "_")
     call.template = (target, moving, fixed, structure)
     codes = [structure_of(f) if isinstance(f, fx.GraphModule) else repr(f) for f in fixed]
-    call.fingerprint = (str(target), repr(moving), repr(codes), repr(structure))
+    call.fingerprint = (method or str(target), repr(moving), repr(codes), repr(structure))
     return call
 
 
 def _trace_as_one_node(function: Callable, operands: Sequence[Any]) -> Any:
     mode = get_proxy_mode()
+    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    versions = [tensor._version for tensor in tensors]
     with disable_proxy_modes_tracing():
         out = function(*operands)
+    if versions != [tensor._version for tensor in tensors]:
+        raise CaptureError(f"{function.fingerprint[0]} writes into what it is given")
     proxies = pytree.tree_map(mode.tracer.unwrap_proxy, tuple(operands))
     proxy = mode.tracer.create_proxy("call_function", function, proxies, {}, name="custom")
     return track_tensor_tree(out, proxy, constant=None, tracer=mode.tracer)

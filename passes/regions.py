@@ -21,7 +21,7 @@ from .double import double_graph
 from .facts import Facts
 from .lower import Lowered
 from .lower import Region as Contexts
-from .rules.registry import rows_of
+from .rules.registry import rows_of, takes_double
 from .sizes import SizeWriter, write_expression
 from .split import draws_random
 from .structure import structure_of
@@ -195,7 +195,10 @@ def _write(
     results = tuple(copies[node] for node in outputs)
     graph.output(results if len(results) > 1 else results[0])
     token_wise = _function(fx.GraphModule(lowered.module, graph, class_name="TokenWise"))
-    token_wise.in_double = _function(fx.GraphModule(lowered.module, double_graph(graph)))
+    # One op inside that does not take float64, and the region as a whole does not.
+    token_wise.in_double = None
+    if all(takes_double(node, facts.shape) for node in members):
+        token_wise.in_double = _function(fx.GraphModule(lowered.module, double_graph(graph)))
     return token_wise, operands, symbols
 
 

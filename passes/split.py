@@ -33,7 +33,13 @@ from .demand import (
 )
 from .facts import Facts
 from .lower import Region
-from .rules.registry import Unsplittable, arguments_of, rewrite_arguments
+from .rules.registry import (
+    Unsplittable,
+    arguments_of,
+    operands_of,
+    rewrite_arguments,
+    takes_double,
+)
 from .scans import SCANS
 from .sizes import OPERATORS, write_expression
 
@@ -293,7 +299,10 @@ class _Writer:
         target = node.target
         if target is aten.linear.default and args[1] in self._weights:
             target = weights.linear
-        return self._op(node, target, args, kwargs)
+        new = self._op(node, target, args, kwargs)
+        if not takes_double(node, self.shape):
+            new.meta["own"] = [operand.meta["val"] for operand in operands_of(node)]
+        return new
 
     def _attend(self, node: fx.Node, recipe: Attend) -> fx.Node:
         arguments = arguments_of(node)

@@ -1,10 +1,13 @@
-"""A graph's code as text that is the same for equal layers."""
+"""Code and operands as text that is the same for equal layers."""
 
 from __future__ import annotations
 
-from torch import fx
+from typing import Any
 
-__all__ = ["structure_of"]
+from torch import Tensor, fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ["kind_of", "structure_of"]
 
 
 def structure_of(module: fx.GraphModule) -> str:
@@ -15,3 +18,14 @@ def structure_of(module: fx.GraphModule) -> str:
         f"{fx.node.map_arg((node.args, node.kwargs), lambda n: f'%{numbers[n]}')}"
         for node in module.graph.nodes
     )
+
+
+def kind_of(value: Any) -> str:
+    """What, beside its shape, a tensor is: its dtype, or its class with what that is made of."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if not is_traceable_wrapper_subclass(value):
+        return str(value.dtype)
+    names, context = value.__tensor_flatten__()
+    inner = {name: kind_of(getattr(value, name)) for name in names}
+    return f"{type(value).__module__}.{type(value).__qualname__}({context}, {inner})"

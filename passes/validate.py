@@ -2,8 +2,9 @@
 
 Both run in float64 on a short sequence cut into uneven chunks, with random activations and
 random cotangents; token ids, labels, masks and positions are taken from the real inputs, at
-evenly spaced places. Random ops are silenced on both sides. Outputs and the gradients of every
-operand have to agree to 1e-9.
+evenly spaced places. Random ops are silenced on both sides. An op that does not take float64 runs
+in its own dtypes, on the same chunks on both sides. Outputs and the gradients of every operand have
+to agree to 1e-9.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from ..plan import Segment
 from .double import as_double, double_call, double_graph
 from .facts import Facts
 from .rules.attention import SDPA
+from .rules.registry import Row, operands_of, rows_of, takes_double
 from .split import SplitSegment, draws_random
+from .trial import Part, Trial, holds
 
 __all__ = ["Validator", "uneven_bounds"]
 
@@ -108,7 +111,7 @@ class Validator:
         roots = [i for i, value in enumerate(expected) if value.requires_grad]
         if not wanted or not roots:
             return None
-        cotangents = [self._normal(expected[i].shape, like=expected[i]) for i in roots]
+        cotangents = [self._cotangent(expected[i]) for i in roots]
         gradients = [
             torch.autograd.grad(
                 [side[i] for i in roots],
@@ -162,11 +165,56 @@ class Validator:
                 continue
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
             args, kwargs = _silenced(node, args, kwargs)
-            target, args, kwargs = double_call(node.target, args, kwargs)
             with torch.set_grad_enabled(node.meta["region"].grad and torch.is_grad_enabled()):
-                result = target(*args, **kwargs)
+                if takes_double(node, self._facts.shape):
+                    target, args, kwargs = double_call(node.target, args, kwargs)
+                    result = target(*args, **kwargs)
+                else:
+                    result = self._in_own_dtypes(node, known)
             known[node] = result if node.meta["region"].grad else _without_history(result)
         return known[wanted]
+
+    def _in_own_dtypes(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+        """An op that does not take float64, between float64 values.
+
+        The body runs it on chunks, so here it is run on the same chunks: then both round alike,
+        and everything else can be compared as closely as ever. That chunks of it give chunks is
+        tried before, as for ops without a rule, but on these very operands.
+        """
+        facts = self._facts
+        operands = tuple(operands_of(node))
+        symbols = {s for n in (*operands, node) for d in facts.shape(n) for s in d.free_symbols}
+        trial = Trial(node, operands, {s: self._symbol(s) for s in symbols}, own=True)
+        values = [known[operand] for operand in operands]
+        row = self._sequence_row(node)
+        if row is None:
+            return trial(values)
+        ((dim, span),) = row.out.spans
+        size = self._number(facts.shape(node)[dim] / (span.outer * span.inner))
+        bounds = sorted({min(bound, size) for bound in uneven_bounds(self._length)})
+        placements = (row.out, *row.operands)
+        plain = [value.detach() for value in values]
+        if not holds(trial, placements, plain, facts.sequence, size, bounds):
+            raise _Mixes(f"{node} on chunks is not {node} on all")
+        out, *parts = [Part(placement, trial.sizes, size) for placement in placements]
+        beyond = self._length - size
+        results = []
+        for start, end in zip(bounds, bounds[1:]):
+            pieces = [part.of(value, start, end) for part, value in zip(parts, values)]
+            sizes = {**trial.sizes, facts.sequence: end - start + beyond}
+            results.append(pytree.tree_flatten(trial(pieces, sizes)))
+        joined = [out.join(pieces) for pieces in zip(*(leaves for leaves, _ in results))]
+        return pytree.tree_unflatten(joined, results[0][1])
+
+    def _sequence_row(self, node: fx.Node) -> Row | None:
+        """The row by which an op is split along the sequence."""
+        shape = self._facts.shape
+        for row in rows_of(node, shape) if self._facts.is_active(node) else ():
+            if len(row.out.spans) == 1:
+                ((dim, _),) = row.out.spans
+                if self._facts.is_sequence(shape(node)[dim]):
+                    return row
+        return None
 
     # -- inputs ------------------------------------------------------------------------------
 
@@ -196,6 +244,14 @@ class Validator:
                 places = torch.linspace(0, max(value.shape[dim] - 1, 0), count).round().long()
                 value = value.index_select(dim, places.to(value.device))
         return as_double(value)
+
+    def _cotangent(self, like: Tensor) -> Tensor:
+        """Random. A single number's is a power of two: a head may scale its gradients by it
+        instead of starting from it, which is then the same in any floating-point arithmetic."""
+        if like.ndim or like.is_complex():
+            return self._normal(like.shape, like)
+        power = torch.randint(-3, 4, (), generator=self._generator)
+        return torch.exp2(power.to(torch.float64)).to(like.device)
 
     def _normal(self, shape: Sequence[int], like: Tensor) -> Tensor:
         dtype = torch.complex128 if like.is_complex() else torch.float64
@@ -242,6 +298,10 @@ class Validator:
             if expr.xreplace(values) == sympy.false:
                 return False
         return True
+
+
+class _Mixes(Exception):
+    """An op that was taken to be row-wise is not, on the values that it is really given."""
 
 
 class _Undefined(Exception):

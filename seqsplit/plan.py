@@ -27,6 +27,7 @@ __all__ = [
     "ChainSpec",
     "Plan",
     "Segment",
+    "Write",
 ]
 
 
@@ -173,6 +174,19 @@ class ChainSpec:
     offload: str | None = None
 
 
+@dataclass(frozen=True)
+class Write:
+    """An input of the graph that the model's code changes.
+
+    Attributes:
+        index: which.
+        rebinds: it is given another tensor's memory (``x.data = y``) instead of new values.
+    """
+
+    index: int
+    rebinds: bool = False
+
+
 @dataclass(eq=False)
 class Plan:
     """The result of the passes.
@@ -183,8 +197,7 @@ class Plan:
         whole: scopes that run whole, with the reason.
         length_at: an input, its dim along the sequence, and by how much that is longer.
         assumptions: what has to be true of a call's inputs for the plan to hold.
-        writes: numbers of inputs that are written to; their new values are the last outputs of
-            ``module``.
+        writes: which inputs are written to; their new values are the last outputs of ``module``.
         pass_seconds: time spent in each pass.
         with_options: makes the same plan under other chunk sizes or another schedule.
     """
@@ -194,7 +207,7 @@ class Plan:
     whole: list[tuple[str, str]] = field(default_factory=list)
     length_at: tuple[int, int, int] = (0, 0, 0)
     assumptions: list[Assumption] = field(default_factory=list)
-    writes: list[int] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
     pass_seconds: dict[str, float] = field(default_factory=dict)
     with_options: Callable[[Options], Plan] | None = None
 
@@ -205,8 +218,11 @@ class Plan:
             return results
         kept = len(results) - len(self.writes)
         with torch.no_grad():
-            for index, value in zip(self.writes, results[kept:]):
-                inputs[index].copy_(value)
+            for write, value in zip(self.writes, results[kept:]):
+                if write.rebinds:
+                    inputs[write.index].data = value
+                else:
+                    inputs[write.index].copy_(value)
         return results[:kept]
 
     @property

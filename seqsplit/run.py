@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -80,7 +81,10 @@ class SegmentRun:
         module = body.fill if fill else body.module
         # Past a module's call, which looks for hooks at every chunk.
         call = getattr(module, "forward", module)
-        return call(start, end, self.length, *self.sizes, *inputs, *caches, self.replay)
+        # A deferred value that is looked at runs bodies where torch functions of other classes (a
+        # quantised weight's) are switched off.
+        with torch._C._EnableTorchFunction():
+            return call(start, end, self.length, *self.sizes, *inputs, *caches, self.replay)
 
     def new_caches(self) -> list[Cache | Carry]:
         dtype = self.segment.options.accumulate_dtype

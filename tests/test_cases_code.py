@@ -214,6 +214,12 @@ def writes_into_a_fresh_buffer(x, weight):
     return y
 
 
+def keeps_the_dtype_of_its_place(x, weight):
+    y = (x @ weight).float()
+    y.mul_(torch.full((20,), 1 / 3, dtype=torch.float64))
+    return y * x
+
+
 def relu_in_place(x, weight):
     return F.relu(x @ weight, inplace=True) + x
 
@@ -226,6 +232,7 @@ def relu_in_place(x, weight):
         fills_masked,
         writes_through_a_view,
         writes_into_a_fresh_buffer,
+        keeps_the_dtype_of_its_place,
         relu_in_place,
     ],
 )

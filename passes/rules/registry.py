@@ -27,6 +27,7 @@ output's shape; ``rewrite=`` gives a function for the rest.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ from torch import fx
 
 from ...placement import Placement, Span, Sum, Whole
 from ..sizes import quotient
-from .probe import probe
+from . import probe as by_execution
 
 __all__ = [
     "Operand",
@@ -49,6 +50,7 @@ __all__ = [
     "rows_of",
     "rule",
     "sum_rows",
+    "takes_double",
 ]
 
 
@@ -184,7 +186,7 @@ def rows_of(node: fx.Node, shape: Callable[[fx.Node], tuple[sympy.Expr, ...]]) -
     ranks = [_rank(operand) for operand in operands]
     out_rank = _rank(node)
     if entry is None:
-        table = probe(node, operands, shape)
+        table = by_execution.probe(node, operands, shape)
     else:
         table = entry.function(**_bind(entry.function, node, shape))
     rows = tuple(
@@ -196,6 +198,18 @@ def rows_of(node: fx.Node, shape: Callable[[fx.Node], tuple[sympy.Expr, ...]]) -
     )
     node.meta["rows"] = rows
     return rows
+
+
+def takes_double(node: fx.Node, shape: Callable[[fx.Node], tuple[sympy.Expr, ...]]) -> bool:
+    """Whether a node's op can be tried in float64; PyTorch's own ops with a rule can."""
+    plain = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
+    if node.op != "call_function" or (plain and _find(node.target) is not None):
+        return True
+    if node.target is operator.getitem or not operands_of(node):
+        return True
+    if "takes_double" not in node.meta:
+        node.meta["takes_double"] = by_execution.takes_double(node, operands_of(node), shape)
+    return node.meta["takes_double"]
 
 
 def _rank(node: fx.Node) -> int:

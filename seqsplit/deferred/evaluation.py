@@ -50,8 +50,9 @@ def defer_logits(
     # A step of generation ends here: it is not to pay for a look at all parameters.
     if num_tokens <= options.head_rows(_WIDEST) or torch.is_inference_mode_enabled():
         return contextlib.nullcontext()
-    # [out, in], or an embedding [V, d] that is tied to the head
-    width = max((p.shape[0] for m in modules for p in m.parameters() if p.ndim == 2), default=0)
+    # [out, in], or an embedding [V, d] that is tied to the head; [n, 1] is a packed weight
+    parameters = (p for m in modules for p in m.parameters())
+    width = max((p.shape[0] for p in parameters if p.ndim == 2 and p.shape[1] > 1), default=0)
     if num_tokens <= options.head_rows(width):
         return contextlib.nullcontext()
     return _Deferring(width, options)

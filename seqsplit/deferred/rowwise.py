@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..autocast import Autocast
 from ..loops import own_saved_tensors
@@ -118,8 +119,8 @@ def _widened(node: Node, ones: tuple[int, ...]) -> Node:
 
 def _readings(leaf: Any, main: Operand) -> Iterator[Any]:
     """What an argument may be: a tensor may have a row per token, or be the same for all."""
-    if not isinstance(leaf, Tensor):
-        yield leaf
+    if not isinstance(leaf, Tensor) or is_traceable_wrapper_subclass(leaf):
+        yield leaf  # a tensor of a class of its own is a weight: it may have no rows to take
         return
     layout = main.layout
     lead, ndim = layout.lead, len(layout.lead) + len(main.node.features)
@@ -151,7 +152,10 @@ def _describe(options: list[Any]) -> Any:
                 (len(layout.lead), layout.axes, node.features, node.dtype, node.requires_grad)
             )
         elif isinstance(option, Tensor):
-            parts.append((tuple(option.shape), option.dtype, option.requires_grad))
+            kind = None
+            if is_traceable_wrapper_subclass(option):
+                kind = (type(option), repr(option.__tensor_flatten__()[1]))
+            parts.append((tuple(option.shape), option.dtype, option.requires_grad, kind))
         elif isinstance(option, float) and option not in (0.0, 1.0):
             parts.append(float)
         else:
@@ -258,7 +262,8 @@ class _Trial:
             for leaf, value in zip(self._leaves, rows)
         ]
         args, kwargs = pytree.tree_unflatten(arguments, self._structure)
-        return self._function(*args, **kwargs)
+        with torch._C._EnableTorchFunction():  # as when it is computed
+            return self._function(*args, **kwargs)
 
     def _compare(self, rows: list[Any]) -> list[set[tuple[int, ...]]] | None:
         """For each result, the axes along which it has one row per token."""
@@ -353,6 +358,8 @@ def _requiring_grad(value: Any, leaf: Any) -> Any:
 
 
 def _wide(value: Any) -> Any:
+    if is_traceable_wrapper_subclass(value):
+        return value
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.double()
     return value
