@@ -27,7 +27,7 @@ from .lower import Lowered
 from .rules.attention import SDPA, SOFTMAX
 from .rules.registry import arguments_of, operands_of
 
-__all__ = ["Facts", "NothingToSplit", "find_sequence", "fixed_length", "propagate"]
+__all__ = ["FEW", "Facts", "NothingToSplit", "find_sequence", "fixed_length", "propagate"]
 
 aten = torch.ops.aten
 
@@ -54,7 +54,7 @@ _KEEPS_NOTHING = {
     aten.view.default,
 }
 _SCALES = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
-_FEW = 4
+FEW = 4  # positions that are no sequence yet
 _DETACHES = {aten.detach.default, aten.detach_.default}
 
 
@@ -205,7 +205,7 @@ def _nothing_to_split(
 def fixed_length(length: int) -> NothingToSplit:
     """The refusal of a graph that holds for one length. A few positions, of which one is left
     when labels are shifted, are no more of a sequence than one is."""
-    if 0 < length <= _FEW:
+    if 0 < length <= FEW:
         return NothingToSplit(f"the sequence has {length} positions")
     reason = "the model's own code fixes the length of the sequence"
     return NothingToSplit(reason, fixed=True)

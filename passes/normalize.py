@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import detect_fake_mode
 
 from .facts import Facts
-from .lower import Lowered
+from .lower import Lowered, fake_mode_of
 from .rules.loss import ELEMENTWISE_LOSSES, MEAN, SUM
 from .rules.registry import arguments_of
 
@@ -46,7 +45,7 @@ class _Writer:
     def __init__(self, node: fx.Node) -> None:
         self._node = node
         self._graph = node.graph
-        self._mode = detect_fake_mode([n.meta.get("val") for n in node.graph.nodes])
+        self._mode = fake_mode_of(node.graph)
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self._graph.inserting_before(self._node):
@@ -104,7 +103,7 @@ def _itself(node: fx.Node) -> fx.Node | None:
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         return operands[0] if _draws_nothing(node) else None
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    with detect_fake_mode([operands[0].meta["val"]]), enable_python_dispatcher(), torch.no_grad():
+    with operands[0].meta["val"].fake_mode, enable_python_dispatcher(), torch.no_grad():
         result = node.target(*args, **kwargs)
     return next((operand for operand in operands if operand.meta["val"] is result), None)
 

@@ -1,6 +1,7 @@
 """The pipeline: from Dynamo's graph to a plan. It reads as a table of contents.
 
-1. lower      torch-level graph -> functional ATen graph with symbolic sizes
+1. lower      torch-level graph -> functional ATen graph with symbolic sizes; a length that the
+              model's code has fixed becomes a symbol again
 2. normalize  means become sums over counts, shape-only operands become sizes
 3. propagate  what each value is: outer or active, which dims grow with the sequence
 4. attend     which keys each attention needs
@@ -30,6 +31,7 @@ from .check import check_plan
 from .cut import Cuts, Group, bytes_per_token, choose_cuts
 from .demand import AddedLater, Demands, Input, Narrow, NeededWhole, ReadKeys, demand
 from .facts import Facts, find_sequence, fixed_length, propagate
+from .free_length import free_length
 from .lower import lower
 from .normalize import normalize, normalize_means
 from .regions import Regions
@@ -97,6 +99,7 @@ def build_plan(
     clock = _Clock()
     with clock("lower"):
         lowered = lower(captured, examples)
+        lowered = free_length(lowered, examples, options.seq_dim) or lowered
     with clock("normalize"):
         normalize(lowered)
         express_sizes(lowered)
@@ -141,6 +144,7 @@ def build_plan(
         lowered.assumptions + reads.assumptions,
         lowered.writes,
         clock.seconds,
+        lowered.fixed_length,
     )
     check_plan(facts, cuts, placed, plan)
     return plan

@@ -164,6 +164,8 @@ class Plan:
         writes: numbers of inputs that are written to; their new values are the last outputs of
             ``module``.
         pass_seconds: time spent in each pass.
+        fixed_length: the only length of the sequence that the plan is for, where the model's code
+            fixed it.
     """
 
     module: fx.GraphModule
@@ -173,6 +175,7 @@ class Plan:
     assumptions: list[Assumption] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
     pass_seconds: dict[str, float] = field(default_factory=dict)
+    fixed_length: int | None = None
 
     def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """What Dynamo's graph would give for these inputs, its writes into them included."""
