@@ -7,6 +7,7 @@
   tensor's values.
 - A slice that takes everything is what it was taken of.
 - A view becomes a reshape: a chunk of what could be viewed may lie in memory so that it cannot.
+- An op that has two names goes by the usual one.
 """
 
 from __future__ import annotations
@@ -39,6 +40,27 @@ _FILLS = {
 }
 
 
+_OTHER_NAMES = {
+    "absolute": "abs",
+    "clip": "clamp",
+    "concat": "cat",
+    "concatenate": "cat",
+    "divide": "div",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "less": "lt",
+    "less_equal": "le",
+    "moveaxis": "movedim",
+    "multiply": "mul",
+    "negative": "neg",
+    "not_equal": "ne",
+    "subtract": "sub",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "true_divide": "div",
+}
+
+
 class _Writer:
     """Adds ops before a node, computing their values' shapes and dtypes."""
 
@@ -66,6 +88,7 @@ def normalize(lowered: Lowered) -> None:
     for node in list(lowered.graph.nodes):
         if node.op != "call_function":
             continue
+        node.target = _usual_name(node.target)
         if not node.meta["region"].grad and (same := _itself(node)) is not None:
             _replace(node, same)
         elif node.target in _FILLS:
@@ -80,7 +103,7 @@ def normalize(lowered: Lowered) -> None:
         elif node.target in (aten.type_as.default, aten.to.other):
             other = node.args[1].meta["val"]
             _replace(node, _Writer(node)(aten.to.device, node.args[0], other.device, other.dtype))
-        elif _takes_all(node) and node.meta["region"].grad:
+        elif _takes_all(node, lowered) and node.meta["region"].grad:
             _replace(node, node.args[0])
         elif node.target in (aten.eye.default, aten.eye.m):
             _replace(node, _eye(node))
@@ -88,6 +111,15 @@ def normalize(lowered: Lowered) -> None:
         is_impure_node=lambda node: node.op in ("placeholder", "output")
     )
     lowered.graph.lint()
+
+
+def _usual_name(target: Any) -> Any:
+    """The op under the name that the rules know, the overload being the same."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return target
+    usual = getattr(aten, _OTHER_NAMES.get(target._schema.name.split("::")[1], ""), None)
+    name = "int" if usual is aten.transpose else target._overloadname
+    return getattr(usual, name, target) if usual is not None else target
 
 
 def _itself(node: fx.Node) -> fx.Node | None:
@@ -114,14 +146,17 @@ def _draws_nothing(node: fx.Node) -> bool:
     return arguments.get("train") is False or arguments.get("p") == 0
 
 
-def _takes_all(node: fx.Node) -> bool:
+def _takes_all(node: fx.Node, lowered: Lowered) -> bool:
     """Whether a node is a slice from the first to the last entry."""
     if node.target is not aten.slice.Tensor:
         return False
     arguments = arguments_of(node)
-    end = arguments["end"]
+    start, end = arguments["start"], arguments["end"]
+    if isinstance(start, fx.Node):  # the last entries, as many as there are
+        size = lowered.shape(node.args[0])[arguments["dim"]]
+        start = 0 if size + lowered.expr(start.meta["val"]) == 0 else start
     return (
-        arguments["start"] in (0, None)
+        start in (0, None)
         and (end is None or (isinstance(end, int) and end == 2**63 - 1))
         and arguments["step"] in (1, None)
     )

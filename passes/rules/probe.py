@@ -137,10 +137,10 @@ def _holds(
             outputs.append(results)
             for pieces, grad in zip(grads, part_grads):
                 pieces.append(grad)
+        joined = [out.join(pieces) for pieces in zip(*outputs)]
+        joined_grads = [part.join(pieces) for part, pieces in zip(candidate, grads)]
     except Exception:  # an op that fails on a part, or on such inputs, cannot be split
         return False
-    joined = [out.join(pieces) for pieces in zip(*outputs)]
-    joined_grads = [part.join(pieces) for part, pieces in zip(candidate, grads)]
     pairs = [
         *zip(joined, whole),
         *((g, w) for g, w in zip(joined_grads, whole_grads) if w is not None),
