@@ -43,12 +43,20 @@ __all__ = ["free_length"]
 
 aten = torch.ops.aten
 
+# Where an op says at which entry it begins; before it stands the dim.
+_FIRST = {
+    aten.select.int: 2,
+    aten.select_scatter.default: 3,
+    aten.slice.Tensor: 2,
+    aten.slice_scatter.default: 3,
+}
+
 
 def free_length(lowered: Lowered, examples: Sequence[Any], seq_dim: int | None) -> Lowered | None:
     """The graph with a symbol for the length that the model's code has fixed.
 
     Args:
-        lowered: as it was captured; it is left alone.
+        lowered: as it was captured; what it computes is left alone.
         examples: the real inputs of that call, in the graph's order.
         seq_dim: the dim of the inputs that is the sequence, ``None`` for dim 1.
 
@@ -59,6 +67,7 @@ def free_length(lowered: Lowered, examples: Sequence[Any], seq_dim: int | None) 
     fixed = _find_fixed(lowered, 1 if seq_dim is None else seq_dim)
     if fixed is None:
         return None
+    _count_from_front(lowered, fixed.length)
     tables = {
         node
         for node in lowered.placeholders
@@ -77,6 +86,16 @@ def free_length(lowered: Lowered, examples: Sequence[Any], seq_dim: int | None) 
         except Unreadable:
             continue
     return None
+
+
+def _count_from_front(lowered: Lowered, length: int) -> None:
+    """The last entries, as many as there are, are all of them: ``x[-T:]`` is ``x[0:]``."""
+    for node in lowered.graph.nodes:
+        place = _FIRST.get(node.target, len(node.args))
+        if node.args[place : place + 1] == (-length,):
+            source, dim = node.args[0], node.args[place - 1]
+            if lowered.shape(source)[dim] == length:
+                node.update_arg(place, 0)
 
 
 def _find_fixed(lowered: Lowered, dim: int) -> Fixed | None:

@@ -103,7 +103,7 @@ def normalize(lowered: Lowered) -> None:
         elif node.target in (aten.type_as.default, aten.to.other):
             other = node.args[1].meta["val"]
             _replace(node, _Writer(node)(aten.to.device, node.args[0], other.device, other.dtype))
-        elif _takes_all(node, lowered) and node.meta["region"].grad:
+        elif _takes_all(node) and node.meta["region"].grad:
             _replace(node, node.args[0])
         elif node.target in (aten.eye.default, aten.eye.m):
             _replace(node, _eye(node))
@@ -146,17 +146,14 @@ def _draws_nothing(node: fx.Node) -> bool:
     return arguments.get("train") is False or arguments.get("p") == 0
 
 
-def _takes_all(node: fx.Node, lowered: Lowered) -> bool:
+def _takes_all(node: fx.Node) -> bool:
     """Whether a node is a slice from the first to the last entry."""
     if node.target is not aten.slice.Tensor:
         return False
     arguments = arguments_of(node)
-    start, end = arguments["start"], arguments["end"]
-    if isinstance(start, fx.Node):  # the last entries, as many as there are
-        size = lowered.shape(node.args[0])[arguments["dim"]]
-        start = 0 if size + lowered.expr(start.meta["val"]) == 0 else start
+    end = arguments["end"]
     return (
-        start in (0, None)
+        arguments["start"] in (0, None)
         and (end is None or (isinstance(end, int) and end == 2**63 - 1))
         and arguments["step"] in (1, None)
     )

@@ -187,7 +187,7 @@ class _Reading:
         self._lowered, self._length = lowered, fixed.length
         self._sizes = Sizes(lowered, fixed)
         self._known = set(self._sizes.hints)  # symbols that are not asked for
-        self._unknown: dict[Place, sympy.Expr] = {}
+        self._unknown: dict[Place, sympy.Symbol] = {}
         self._arguments: set[sympy.Symbol] = set()  # the unknowns that are no input's
         self._seen = {fixed.length}  # sizes that hang on what is not known
         self._inputs: dict[fx.Node, dict[int, sympy.Expr]] = {}
@@ -201,11 +201,10 @@ class _Reading:
     def solve(self) -> dict[Place, sympy.Expr]:
         self._replay()
         solved = self._solved(list(self._equations()))
-        found = {place: asked.xreplace(solved) for place, asked in self._unknown.items()}
         return {
-            place: expr.xreplace({self._sizes.length: LENGTH})
-            for place, expr in found.items()
-            if expr.free_symbols == {self._sizes.length}
+            place: solved[symbol].xreplace({self._sizes.length: LENGTH})
+            for place, symbol in self._unknown.items()
+            if symbol in solved and solved[symbol].free_symbols
         }
 
     # -- asking the ops ----------------------------------------------------------------------
@@ -229,18 +228,15 @@ class _Reading:
             return known[leaf]
         if not isinstance(leaf, int) or isinstance(leaf, bool) or not self._may_be_length(leaf):
             return leaf
-        asked = self._ask((node, index), leaf)
-        self._arguments |= asked.free_symbols
-        return self._sizes.as_argument(asked)
+        symbol = self._ask((node, index), leaf)
+        self._arguments.add(symbol)
+        return self._sizes.as_argument(symbol)
 
-    def _ask(self, place: Place, number: int) -> sympy.Expr:
-        """A number as an unknown; a negative one (``x[:, -n:]``) as the negative of one."""
-        symbol = self._sizes.new(abs(number))
-        self._unknown[place] = asked = symbol if number > 0 else -symbol
-        return asked
+    def _ask(self, place: Place, number: int) -> sympy.Symbol:
+        self._unknown[place] = symbol = self._sizes.new(number)
+        return symbol
 
     def _may_be_length(self, number: int) -> bool:
-        number = abs(number)
         if number < 2 or number == 2**63 - 1:
             return False
         near = abs(number - self._length) <= _NEAR or number % self._length == 0

@@ -53,11 +53,8 @@ def test_sizes_as_numbers():
     [
         (3, 20, 20),  # as long as the hidden states are wide
         (3, 6, 20),  # ... as a head
-        (3, 24, 20),  # ... as all heads
-        (3, 29, 20),  # ... as the feed-forward
         (3, batches.VOCAB, 20),
         (13, 13, 20),  # as many sequences as positions
-        (13, 13, 13),
     ],
 )
 def test_other_sizes_as_long(batch, length, width):
@@ -169,3 +166,23 @@ class TablesWithoutSlices(SmallGPT):
 def test_tables_without_slices():
     report = check(TablesWithoutSlices)
     assert sum(segment.num_caches for segment in report.segments) == 4, report
+
+
+class StoredDistances(nn.Module):
+    """A bias kept for the longest length, of which the last rows and columns are taken."""
+
+    def __init__(self, index):
+        super().__init__()
+        places = torch.arange(BLOCK, dtype=torch.float64)
+        self.register_buffer("bias", -(places[:, None] - places).abs())
+        self.slopes = nn.Parameter(torch.rand(4, 1, 1))
+
+    def forward(self, q, k, v):
+        length = solved(q.shape[2])
+        scores = scores_of(q, k) + self.slopes * self.bias[-length:, -length:]
+        rows, columns = positions(scores)
+        return scores.masked_fill(columns > rows, float("-inf")).softmax(-1) @ v
+
+
+def test_last_entries():
+    check(lambda: probe.build(StoredDistances, per_layer=True), lengths=(BLOCK,))
