@@ -23,6 +23,7 @@ from torch import fx
 
 from ..assumptions import BandedTable, band_of
 from .facts import Facts
+from .lower import attribute_of
 from .rules.registry import arguments_of, rows_of
 
 __all__ = ["Affine", "Band", "Bands", "Bias"]
@@ -123,7 +124,8 @@ class Bands:
         low, high, outside = found
         if outside != 0.0 and outside > _ABSORBING:
             return None
-        self.assumptions.append(BandedTable(index, value, found))
+        if index is not None:  # a constant stays what it is
+            self.assumptions.append(BandedTable(index, value, found))
         band = Band(value.dim() - 2, value.dim() - 1, (low, high), (low, high))
         return band if outside == 0.0 else Bias(band, outside, pure=True)
 
@@ -170,11 +172,17 @@ class Bands:
         return _relabel(value, moved, {dim for dim, size in enumerate(sizes) if size == 1})
 
 
-def _stored_tables(facts: Facts, examples: Sequence[Any]) -> dict[fx.Node, tuple[int, Any]]:
-    """Inputs of fixed size that may be masks: plain tensors, with their place and value."""
+def _stored_tables(facts: Facts, examples: Sequence[Any]) -> dict[fx.Node, tuple[int | None, Any]]:
+    """Inputs and constants of fixed size that may be masks: plain tensors, an input's with its
+    number."""
+    lowered = facts.lowered
+    given = [(node, i, v) for i, (node, v) in enumerate(zip(lowered.placeholders, examples))]
+    for node in lowered.graph.nodes:
+        if node.op == "get_attr" and facts.is_tensor(node):
+            given.append((node, None, attribute_of(lowered.module, node)))
     return {
         node: (index, value)
-        for index, (node, value) in enumerate(zip(facts.lowered.placeholders, examples))
+        for node, index, value in given
         if isinstance(value, torch.Tensor)
         and not value.requires_grad
         and value.dim() >= 2

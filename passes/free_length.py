@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from .constants import compute_tables
 from .facts import FEW
 from .lower import Lowered, Region
 from .reading import (
@@ -34,6 +35,8 @@ from .reading import (
     Unreadable,
     arguments_at,
     dims_of,
+    is_given,
+    open_dims,
     read_sizes,
     value_of,
 )
@@ -68,10 +71,11 @@ def free_length(lowered: Lowered, examples: Sequence[Any], seq_dim: int | None) 
     if fixed is None:
         return None
     _count_from_front(lowered, fixed.length)
+    compute_tables(lowered)
     tables = {
         node
-        for node in lowered.placeholders
-        if dims_of(lowered, node, fixed.length) and not node.meta["open_dims"]
+        for node in lowered.graph.nodes
+        if is_given(node) and dims_of(lowered, node, fixed.length) and not open_dims(node)
     }
     weights = {
         node
@@ -103,7 +107,7 @@ def _find_fixed(lowered: Lowered, dim: int) -> Fixed | None:
     found: dict[Place, int] = {}
     for node in lowered.placeholders:
         rank = node.meta["val"].ndim if isinstance(node.meta.get("val"), Tensor) else 0
-        if -rank <= dim < rank and dim % rank in node.meta["open_dims"]:
+        if -rank <= dim < rank and dim % rank in open_dims(node):
             size = lowered.shape(node)[dim]
             if size.is_Integer and size > FEW:
                 found[node, dim % rank] = int(size)
@@ -126,7 +130,7 @@ class _Rewriting:
         self._copies: dict[fx.Node, fx.Node] = {}
         graph = fx.Graph()
         graph.output(graph.graph_copy(lowered.graph, self._copies))
-        self._first = next(node for node in graph.nodes if node.op != "placeholder")
+        self._first = next(node for node in graph.nodes if not is_given(node))
         self._new = Lowered(
             fx.GraphModule(lowered.module, graph),
             self._sizes.env,
@@ -146,7 +150,7 @@ class _Rewriting:
         self._open_inputs({place: expr for place, expr in readings.items() if _is_open(place)})
         writer = SizeWriter(self._new)
         for place, expr in readings.items():
-            if place[0].op != "placeholder":
+            if not is_given(place[0]):
                 _put(self._copies[place[0]], place[1], writer.write(self._own(expr)))
             elif expr == LENGTH and not _is_open(place):
                 self._take_first(place, writer.write(self._sizes.length))
@@ -163,7 +167,7 @@ class _Rewriting:
         dims: dict[fx.Node, dict[int, sympy.Expr]] = {}
         for (node, dim), expr in readings.items():
             dims.setdefault(node, {})[dim] = self._own(expr)
-        for node in self._old.placeholders:
+        for node in filter(is_given, self._old.graph.nodes):
             self._copies[node].meta["val"] = self._sizes.input(node, dims.get(node, {}))
 
     def _take_first(self, place: Place, length: Any) -> None:
@@ -178,10 +182,10 @@ class _Rewriting:
     def _run(self, writer: SizeWriter) -> None:
         """Find every value's sizes in the new symbols."""
         for node in self._new.graph.nodes:
-            if node.op in ("placeholder", "output") or writer.wrote(node):
+            if node.op == "output" or is_given(node) or writer.wrote(node):
                 continue
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            node.meta["val"] = value_of(node, self._new.module, self._sizes.mode, args, kwargs)
+            node.meta["val"] = value_of(node, self._sizes.mode, args, kwargs)
 
     def _check(self) -> None:
         env, now, then = self._sizes.env, self._sizes.hints, self._old.hints
@@ -210,8 +214,7 @@ def _another_length(lowered: Lowered, length: int) -> int:
 
 
 def _is_open(place: Place) -> bool:
-    node, dim = place
-    return node.op == "placeholder" and dim in node.meta["open_dims"]
+    return place[1] in open_dims(place[0]) and is_given(place[0])
 
 
 def _put(node: fx.Node, index: int, value: Any) -> None:

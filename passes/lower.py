@@ -35,7 +35,7 @@ from .batched import gather_vmaps, is_vmap
 from .functionalize import functionalize
 from .structure import structure_of
 
-__all__ = ["Lowered", "Region", "fake_mode_of", "lower"]
+__all__ = ["Lowered", "Region", "attribute_of", "fake_mode_of", "lower"]
 
 aten = torch.ops.aten
 
@@ -209,6 +209,14 @@ def _open_places(lowered: Lowered) -> Iterator[tuple[sympy.Expr, int, tuple[int,
                 yield known, int(known), (index, dim)
             elif isinstance(known, sympy.Symbol) and size.node.has_hint():
                 yield known, int(size.node.hint), (index, dim)
+
+
+def attribute_of(module: torch.nn.Module, node: fx.Node) -> Any:
+    """The value of a constant (a ``get_attr`` node)."""
+    value: Any = module
+    for name in node.target.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def fake_mode_of(graph: fx.Graph) -> Any:

@@ -34,6 +34,8 @@ __all__ = [
     "Unreadable",
     "arguments_at",
     "dims_of",
+    "is_given",
+    "open_dims",
     "read_sizes",
     "value_of",
 ]
@@ -43,7 +45,8 @@ LENGTH = sympy.Symbol("T", integer=True, positive=True)  # in what is read
 _NEAR = 2  # a size that differs from the length by this much may be the length and a constant
 _MAX_GUESSED = 4  # unknowns of one equation that are guessed together
 
-Place = tuple[fx.Node, int]  # an input and its dim, or an op and the number of its argument
+# An input or a constant and its dim, or an op and the number of its argument.
+Place = tuple[fx.Node, int]
 
 
 class Unreadable(Exception):
@@ -149,8 +152,18 @@ class Sizes:
         return expr.xreplace(self._twins)
 
 
+def is_given(node: fx.Node) -> bool:
+    """Whether a node is an input or a constant."""
+    return node.op in ("placeholder", "get_attr")
+
+
+def open_dims(node: fx.Node) -> set[int]:
+    """The dims of an input that Dynamo took to vary; a constant has none."""
+    return node.meta.get("open_dims", set())
+
+
 def dims_of(lowered: Lowered, node: fx.Node, size: int) -> list[int]:
-    """The dims of an input that have a size, as a number."""
+    """The dims of an input or a constant that have a size, as a number."""
     if not isinstance(node.meta.get("val"), Tensor):
         return []
     return [dim for dim, own in enumerate(lowered.shape(node)) if own == size]
@@ -162,17 +175,12 @@ def arguments_at(node: fx.Node) -> tuple[list[Any], Any]:
     return pytree.tree_flatten((node.args, node.kwargs))
 
 
-def value_of(node: fx.Node, module: fx.GraphModule, mode: Any, args: Any, kwargs: Any) -> Any:
+def value_of(node: fx.Node, mode: Any, args: Any, kwargs: Any) -> Any:
     """Run a node on tensors without data.
 
     Raises:
         Unreadable: it does not take them.
     """
-    if node.op == "get_attr":
-        value: Any = module
-        for name in node.target.split("."):
-            value = getattr(value, name)
-        return mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
     try:
         with mode, enable_python_dispatcher(), torch.no_grad(), ExitStack() as contexts:
             for device_type, dtype, enabled, cache in node.meta["region"].autocast:
@@ -191,10 +199,10 @@ class _Reading:
         self._arguments: set[sympy.Symbol] = set()  # the unknowns that are no input's
         self._seen = {fixed.length}  # sizes that hang on what is not known
         self._inputs: dict[fx.Node, dict[int, sympy.Expr]] = {}
-        for node in lowered.placeholders:
+        for node in filter(is_given, lowered.graph.nodes):
             dims = self._inputs.setdefault(node, {})
             for dim in dims_of(lowered, node, fixed.length):
-                asked = node in tables or dim in node.meta["open_dims"]
+                asked = node in tables or dim in open_dims(node)
                 if asked and (node, dim) not in fixed.dims:
                     dims[dim] = self._ask((node, dim), fixed.length)
 
@@ -214,13 +222,13 @@ class _Reading:
         for node in self._lowered.graph.nodes:
             if node.op == "output":
                 continue
-            if node.op == "placeholder":
+            if is_given(node):
                 known[node] = sizes.input(node, self._inputs[node])
             else:
                 leaves, structure = arguments_at(node)
                 given = [self._argument(node, i, leaf, known) for i, leaf in enumerate(leaves)]
                 args, kwargs = pytree.tree_unflatten(given, structure)
-                known[node] = value_of(node, self._lowered.module, sizes.mode, args, kwargs)
+                known[node] = value_of(node, sizes.mode, args, kwargs)
             self._note_sizes(known[node])
 
     def _argument(self, node: fx.Node, index: int, leaf: Any, known: dict[fx.Node, Any]) -> Any:

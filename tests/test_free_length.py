@@ -186,3 +186,17 @@ class StoredDistances(nn.Module):
 
 def test_last_entries():
     check(lambda: probe.build(StoredDistances, per_layer=True), lengths=(BLOCK,))
+
+
+def written_row_by_row(q, k, v):
+    """A window whose mask a loop over the positions writes."""
+    length = solved(q.shape[2])
+    mask = torch.full((length, length), float("-inf"), dtype=q.dtype)
+    for row in range(length):
+        mask[row, max(0, row - 2) : row + 1] = 0.0
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[None, None])
+
+
+def test_mask_written_row_by_row():
+    report = check(lambda: probe.build(written_row_by_row))
+    assert sum(segment.num_caches for segment in report.segments) == 4, report
