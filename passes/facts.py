@@ -27,7 +27,15 @@ from .lower import Lowered
 from .rules.attention import SDPA, SOFTMAX
 from .rules.registry import arguments_of, operands_of
 
-__all__ = ["FEW", "Facts", "NothingToSplit", "find_sequence", "fixed_length", "propagate"]
+__all__ = [
+    "FEW",
+    "Facts",
+    "NothingToSplit",
+    "find_sequence",
+    "fixed_dims",
+    "fixed_length",
+    "propagate",
+]
 
 aten = torch.ops.aten
 
@@ -194,12 +202,29 @@ def _nothing_to_split(
     lowered: Lowered, inputs: list[fx.Node], seq_dim: int | None
 ) -> NothingToSplit:
     place = 1 if seq_dim is None else seq_dim
+    fixed = fixed_dims(lowered, place)
+    if fixed:
+        return fixed_length(max(fixed.values()))
     if any(size == 1 for node in inputs for size in lowered.shape(node)[place : place + 1 or None]):
         return NothingToSplit("the sequence has one position")
     mixed = [size for n in lowered.graph.nodes if (size := _mixed_size(n, lowered)) is not None]
     if mixed:
         return fixed_length(max((int(size) for size in mixed if size.is_Integer), default=0))
     return NothingToSplit("no dim of the inputs is a sequence", no_sequence=True)
+
+
+def fixed_dims(lowered: Lowered, dim: int) -> dict[tuple[fx.Node, int], int]:
+    """The inputs whose ``dim`` Dynamo had left open before the model's code fixed it, with that
+    dim counted from the front, and their sizes; a few positions are no sequence."""
+    found: dict[tuple[fx.Node, int], int] = {}
+    for node in lowered.placeholders:
+        held = node.meta.get("val")
+        rank = held.ndim if isinstance(held, torch.Tensor) else 0
+        if -rank <= dim < rank and dim % rank in node.meta.get("open_dims", ()):
+            size = lowered.shape(node)[dim]
+            if size.is_Integer and size > FEW:
+                found[node, dim % rank] = int(size)
+    return found
 
 
 def fixed_length(length: int) -> NothingToSplit:

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .constants import compute_tables
-from .facts import FEW
+from .facts import FEW, fixed_dims
 from .lower import Lowered, Region
 from .reading import (
     LENGTH,
@@ -67,9 +67,11 @@ def free_length(lowered: Lowered, examples: Sequence[Any], seq_dim: int | None) 
         A new graph, at the captured length the same; ``None`` if no length was fixed, or if the
         graph makes no sense for other lengths.
     """
-    fixed = _find_fixed(lowered, 1 if seq_dim is None else seq_dim)
-    if fixed is None:
+    found = fixed_dims(lowered, 1 if seq_dim is None else seq_dim)
+    if not found:
         return None
+    length = max(found.values())
+    fixed = Fixed(length, frozenset(place for place, size in found.items() if size == length))
     _count_from_front(lowered, fixed.length)
     compute_tables(lowered)
     tables = {
@@ -100,20 +102,6 @@ def _count_from_front(lowered: Lowered, length: int) -> None:
             source, dim = node.args[0], node.args[place - 1]
             if lowered.shape(source)[dim] == length:
                 node.update_arg(place, 0)
-
-
-def _find_fixed(lowered: Lowered, dim: int) -> Fixed | None:
-    """The length, where Dynamo had left it open before the model's code fixed it."""
-    found: dict[Place, int] = {}
-    for node in lowered.placeholders:
-        rank = node.meta["val"].ndim if isinstance(node.meta.get("val"), Tensor) else 0
-        if -rank <= dim < rank and dim % rank in open_dims(node):
-            size = lowered.shape(node)[dim]
-            if size.is_Integer and size > FEW:
-                found[node, dim % rank] = int(size)
-    length = max(found.values(), default=0)
-    dims = frozenset(place for place, size in found.items() if size == length)
-    return Fixed(length, dims) if dims else None
 
 
 class _Rewriting:

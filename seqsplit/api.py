@@ -221,8 +221,7 @@ class Handle:
                     format_message(
                         "strict=True, and the model would run whole",
                         why=str(error),
-                        fix="do not decide by the length in Python, nor loop over positions; "
-                        "a mask in a buffer has to be longer than the sequence",
+                        fix="do not loop over positions in Python, nor decide by the length",
                     )
                 ) from None
             return self._whole(captured, Run(str(error), no_sequence=error.no_sequence))
