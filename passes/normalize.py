@@ -7,7 +7,7 @@
   tensor's values.
 - A slice that takes everything is what it was taken of.
 - A view becomes a reshape: a chunk of what could be viewed may lie in memory so that it cannot.
-- An op that has two names goes by the usual one.
+- An op that has two names goes by the usual one; a single row that is repeated is expanded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .lower import Lowered, fake_mode_of
 from .rules.loss import ELEMENTWISE_LOSSES, MEAN, SUM
 from .rules.registry import arguments_of
 
-__all__ = ["normalize", "normalize_means"]
+__all__ = ["Writer", "normalize", "normalize_means"]
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ _OTHER_NAMES = {
 }
 
 
-class _Writer:
+class Writer:
     """Adds ops before a node, computing their values' shapes and dtypes."""
 
     def __init__(self, node: fx.Node) -> None:
@@ -94,7 +94,7 @@ def normalize(lowered: Lowered) -> None:
         elif node.target in _FILLS:
             _replace(node, _filled(node))
         elif node.target in (aten.expand_as.default, aten.view_as.default, aten.reshape_as.default):
-            write = _Writer(node)
+            write = Writer(node)
             sizes = [_size(write, node.args[1], dim) for dim in range(node.meta["val"].ndim)]
             op = aten.expand if node.target is aten.expand_as.default else aten.reshape
             _replace(node, write(op.default, node.args[0], sizes))
@@ -102,9 +102,11 @@ def normalize(lowered: Lowered) -> None:
             node.target = aten.reshape.default
         elif node.target in (aten.type_as.default, aten.to.other):
             other = node.args[1].meta["val"]
-            _replace(node, _Writer(node)(aten.to.device, node.args[0], other.device, other.dtype))
+            _replace(node, Writer(node)(aten.to.device, node.args[0], other.device, other.dtype))
         elif _takes_all(node) and node.meta["region"].grad:
             _replace(node, node.args[0])
+        elif node.target is aten.repeat.default and (sizes := _repeats_ones(node, lowered)):
+            _replace(node, Writer(node)(aten.expand.default, node.args[0], sizes))
         elif node.target in (aten.eye.default, aten.eye.m):
             _replace(node, _eye(node))
     lowered.graph.eliminate_dead_code(
@@ -159,9 +161,20 @@ def _takes_all(node: fx.Node) -> bool:
     )
 
 
+def _repeats_ones(node: fx.Node, lowered: Lowered) -> list[Any]:
+    """The sizes to expand to, where all that is repeated are dims of size one."""
+    source, repeats = node.args
+    shape = lowered.shape(source)
+    if len(repeats) != len(shape):
+        return []
+    if any(size != 1 and repeat != 1 for size, repeat in zip(shape, repeats)):
+        return []
+    return [repeat if size == 1 else -1 for size, repeat in zip(shape, repeats)]
+
+
 def _eye(node: fx.Node) -> fx.Node:
     """The unit matrix as a comparison of positions, which can be cut."""
-    write, held = _Writer(node), node.meta["val"]
+    write, held = Writer(node), node.meta["val"]
     rows, columns = (
         write(aten.arange.default, size, device=held.device)
         for size in (node.args[0], node.args[1] if len(node.args) > 1 else node.args[0])
@@ -170,13 +183,13 @@ def _eye(node: fx.Node) -> fx.Node:
     return write(aten.to.dtype, same, held.dtype)
 
 
-def _size(write: _Writer, source: fx.Node, dim: int) -> int | fx.Node:
+def _size(write: Writer, source: fx.Node, dim: int) -> int | fx.Node:
     size = source.meta["val"].shape[dim]
     return size if isinstance(size, int) else write(aten.sym_size.int, source, dim)
 
 
 def _filled(node: fx.Node) -> fx.Node:
-    write = _Writer(node)
+    write = Writer(node)
     arguments = arguments_of(node)
     value = _FILLS[node.target]
     if value is None:
@@ -225,7 +238,7 @@ def _mean(facts: Facts, node: fx.Node) -> fx.Node | None:
     reduced = [dim % ndim for dim in dims] if dims else list(range(ndim))
     if not set(reduced) & set(facts.sequence_dims(source)):
         return None
-    write = _Writer(node)
+    write = Writer(node)
     total = write(
         aten.sum.dim_IntList,
         source,
@@ -236,7 +249,7 @@ def _mean(facts: Facts, node: fx.Node) -> fx.Node | None:
     return write(aten.div.Tensor, total, _count(write, source, reduced, total.meta["val"].dtype))
 
 
-def _count(write: _Writer, source: fx.Node, dims: list[int], dtype: torch.dtype) -> fx.Node:
+def _count(write: Writer, source: fx.Node, dims: list[int], dtype: torch.dtype) -> fx.Node:
     """The number of elements along some dims, as a tensor (its size is only known at run time)."""
     number: int | fx.Node = 1
     for dim in dims:
@@ -253,7 +266,7 @@ def _mean_of_elements(facts: Facts, node: fx.Node) -> fx.Node | None:
     source = arguments["self"]
     if arguments["reduction"] != MEAN or not facts.sequence_dims(source):
         return None
-    write = _Writer(node)
+    write = Writer(node)
     total = write(node.target, *{**arguments, "reduction": SUM}.values())
     dims = list(range(source.meta["val"].ndim))
     return write(aten.div.Tensor, total, _count(write, source, dims, node.meta["val"].dtype))
@@ -265,7 +278,7 @@ def _mean_of_classes(facts: Facts, node: fx.Node) -> fx.Node | None:
     scores, target, weight = arguments["self"], arguments["target"], arguments["weight"]
     if arguments["reduction"] != MEAN or not facts.sequence_dims(scores):
         return None
-    write = _Writer(node)
+    write = Writer(node)
     total = write(node.target, *{**arguments, "reduction": SUM}.values())
     dtype = node.meta["val"].dtype
     if target.meta["val"].is_floating_point():  # class probabilities: by the number of rows

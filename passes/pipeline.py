@@ -38,6 +38,7 @@ from .regions import Regions
 from .rules.registry import Unsplittable
 from .scope import describe, scope_of
 from .sizes import express_sizes
+from .slices import take_off
 from .split import draws_random, split
 from .stencils import normalize_stencils
 from .stitch import Placed, stitch
@@ -102,6 +103,7 @@ def build_plan(
         lowered = free_length(lowered, examples, options.seq_dim) or lowered
     with clock("normalize"):
         normalize(lowered)
+        take_off(lowered)
         express_sizes(lowered)
     with clock("propagate"):
         sequence = find_sequence(lowered, options.seq_dim)
