@@ -194,6 +194,7 @@ class _Reading:
     def __init__(self, lowered: Lowered, fixed: Fixed, tables: Collection[fx.Node]) -> None:
         self._lowered, self._length = lowered, fixed.length
         self._sizes = Sizes(lowered, fixed)
+        self._sizes.mode.cache_enabled = False  # hardly two ops have the same unknowns
         self._known = set(self._sizes.hints)  # symbols that are not asked for
         self._unknown: dict[Place, sympy.Symbol] = {}
         self._arguments: set[sympy.Symbol] = set()  # the unknowns that are no input's
