@@ -23,8 +23,8 @@ from torch import fx
 
 from ..assumptions import BandedTable, band_of
 from .facts import Facts
-from .lower import attribute_of
 from .rules.registry import arguments_of, rows_of
+from .tables import stored_tables
 
 __all__ = ["Affine", "Band", "Bands", "Bias"]
 
@@ -78,7 +78,7 @@ class Bands:
 
     def __init__(self, facts: Facts, examples: Sequence[Any] = ()) -> None:
         self._facts = facts
-        self._tables = _stored_tables(facts, examples)
+        self._tables = stored_tables(facts.lowered, examples)
         self.assumptions: list[BandedTable] = []  # that what was found rests on
         self._known: dict[fx.Node, Affine | Band | Bias | None] = {}
 
@@ -170,24 +170,6 @@ class Bands:
             moved.setdefault(row.operands[0].spans[0][0], row.out.spans[0][0])
         sizes = self.shape(source)
         return _relabel(value, moved, {dim for dim, size in enumerate(sizes) if size == 1})
-
-
-def _stored_tables(facts: Facts, examples: Sequence[Any]) -> dict[fx.Node, tuple[int | None, Any]]:
-    """Inputs and constants of fixed size that may be masks: plain tensors, an input's with its
-    number."""
-    lowered = facts.lowered
-    given = [(node, i, v) for i, (node, v) in enumerate(zip(lowered.placeholders, examples))]
-    for node in lowered.graph.nodes:
-        if node.op == "get_attr" and facts.is_tensor(node):
-            given.append((node, None, attribute_of(lowered.module, node)))
-    return {
-        node: (index, value)
-        for node, index, value in given
-        if isinstance(value, torch.Tensor)
-        and not value.requires_grad
-        and value.dim() >= 2
-        and not any(size.free_symbols for size in facts.shape(node))
-    }
 
 
 # Ops whose results are ordinary numbers, whatever is known of their operands.

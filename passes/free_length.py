@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from .constants import compute_tables
 from .facts import FEW, fixed_dims
 from .lower import Lowered, Region
 from .reading import (
@@ -41,6 +40,7 @@ from .reading import (
     value_of,
 )
 from .sizes import SizeWriter
+from .tables import compute_tables
 
 __all__ = ["free_length"]
 

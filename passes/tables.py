@@ -1,4 +1,4 @@
-"""Tables that a model builds out of numbers, entry by entry: computed once.
+"""Tables: masks and the like that are there as numbers.
 
 Where a loop over positions writes a mask row by row, what is left of it after the writes became
 values is a chain of as many ops as there are positions, none of which can be cut. It depends on no
@@ -7,6 +7,7 @@ input, so the table itself takes its place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, fx
 
 from .lower import Lowered, attribute_of, fake_mode_of
 
-__all__ = ["compute_tables"]
+__all__ = ["compute_tables", "stored_tables"]
 
 aten = torch.ops.aten
 
@@ -95,3 +96,27 @@ def _computed(root: fx.Node, values: dict[fx.Node, Any]) -> Tensor:
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+def stored_tables(
+    lowered: Lowered, examples: Sequence[Any]
+) -> dict[fx.Node, tuple[int | None, Tensor]]:
+    """Inputs and constants of fixed size that may be masks: plain tensors, an input's with its
+    number.
+
+    Args:
+        lowered: the graph.
+        examples: the real inputs of the captured call.
+    """
+    given = [(node, i, v) for i, (node, v) in enumerate(zip(lowered.placeholders, examples))]
+    for node in lowered.graph.nodes:
+        if node.op == "get_attr":
+            given.append((node, None, attribute_of(lowered.module, node)))
+    return {
+        node: (index, value)
+        for node, index, value in given
+        if isinstance(value, Tensor)
+        and not value.requires_grad
+        and value.dim() >= 2
+        and not any(size.free_symbols for size in lowered.shape(node))
+    }
