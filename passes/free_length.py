@@ -16,7 +16,9 @@ as a model would do whose table is longer than the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -86,12 +88,22 @@ def free_length(lowered: Lowered, examples: Sequence[Any], seq_dim: int | None) 
     }
     # A weight of that size is rather a width than the length, but it may be a table of positions.
     for asked in dict.fromkeys((frozenset(tables - weights), frozenset(tables))):
-        try:
+        with contextlib.suppress(Unreadable), _quietly():
             readings = read_sizes(lowered, fixed, asked)
             return _Rewriting(lowered, fixed).write(readings)
-        except Unreadable:
-            continue
     return None
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without a line in the log for each op that does not take what it is tried with."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _count_from_front(lowered: Lowered, length: int) -> None:
