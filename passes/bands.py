@@ -24,6 +24,7 @@ from torch import fx
 from ..assumptions import BandedTable, band_of
 from .facts import Facts
 from .rules.registry import arguments_of, rows_of
+from .tables import stored_tables
 
 __all__ = ["Affine", "Band", "Bands", "Bias"]
 
@@ -77,7 +78,7 @@ class Bands:
 
     def __init__(self, facts: Facts, examples: Sequence[Any] = ()) -> None:
         self._facts = facts
-        self._tables = _stored_tables(facts, examples)
+        self._tables = stored_tables(facts.lowered, examples)
         self.assumptions: list[BandedTable] = []  # that what was found rests on
         self._known: dict[fx.Node, Affine | Band | Bias | None] = {}
 
@@ -123,7 +124,8 @@ class Bands:
         low, high, outside = found
         if outside != 0.0 and outside > _ABSORBING:
             return None
-        self.assumptions.append(BandedTable(index, value, found))
+        if index is not None:  # a constant stays what it is
+            self.assumptions.append(BandedTable(index, value, found))
         band = Band(value.dim() - 2, value.dim() - 1, (low, high), (low, high))
         return band if outside == 0.0 else Bias(band, outside, pure=True)
 
@@ -168,18 +170,6 @@ class Bands:
             moved.setdefault(row.operands[0].spans[0][0], row.out.spans[0][0])
         sizes = self.shape(source)
         return _relabel(value, moved, {dim for dim, size in enumerate(sizes) if size == 1})
-
-
-def _stored_tables(facts: Facts, examples: Sequence[Any]) -> dict[fx.Node, tuple[int, Any]]:
-    """Inputs of fixed size that may be masks: plain tensors, with their place and value."""
-    return {
-        node: (index, value)
-        for index, (node, value) in enumerate(zip(facts.lowered.placeholders, examples))
-        if isinstance(value, torch.Tensor)
-        and not value.requires_grad
-        and value.dim() >= 2
-        and not any(size.free_symbols for size in facts.shape(node))
-    }
 
 
 # Ops whose results are ordinary numbers, whatever is known of their operands.

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import detect_fake_mode
 
 from .. import primitives
 from ..placement import Kind, Placement
@@ -19,7 +18,7 @@ from ..plan import Body, Plan
 from .cut import Cuts, summing_row
 from .demand import Compute, Demands
 from .facts import Facts
-from .lower import Lowered
+from .lower import Lowered, fake_mode_of
 from .rules.attention import SOFTMAX
 from .rules.registry import pull
 from .stitch import Placed
@@ -34,7 +33,7 @@ def check_graph(lowered: Lowered) -> None:
     - recorded shapes and dtypes are those that the ops give.
     """
     lowered.graph.lint()
-    mode = detect_fake_mode([node.meta.get("val") for node in lowered.graph.nodes])
+    mode = fake_mode_of(lowered.graph)
     for node in lowered.graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload):
             continue

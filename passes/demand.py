@@ -348,12 +348,12 @@ class _Pushing:
         """Where up a chain of free ops a value is smallest; ``None`` if the chain reaches a
         value that is there whole."""
         facts, best, best_size = self._facts, node, self._numel(node)
-        while node.target in _FREE and node not in self._available:
-            source = node.args[0]
+        while node not in self._available and (source := self._moved(node)) is not None:
             try:
-                placement = pull(node, placement, facts.shape)[0]
+                pulled = pull(node, placement, facts.shape)
             except Unsplittable:
                 return best
+            placement = pulled[operands_of(node).index(source)]
             if source in self._available or not facts.is_active(source):
                 return None
             if source not in facts.stream or not facts.is_tensor(source):
@@ -363,6 +363,16 @@ class _Pushing:
             if self._numel(node) < best_size and not merged:
                 best, best_size = node, self._numel(node)
         return best
+
+    def _moved(self, node: fx.Node) -> fx.Node | None:
+        """What a free op moves: also the only value of the stream in a ``cat`` (keys that learned
+        ones are put before)."""
+        if node.target in _FREE:
+            return node.args[0]
+        if node.target is not aten.cat.default:
+            return None
+        streams = [operand for operand in operands_of(node) if operand in self._facts.stream]
+        return streams[0] if len(streams) == 1 else None
 
     def _numel(self, node: fx.Node) -> float:
         if not self._facts.is_tensor(node):

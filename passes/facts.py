@@ -27,7 +27,15 @@ from .lower import Lowered
 from .rules.attention import SDPA, SOFTMAX, kernel_of
 from .rules.registry import arguments_of, operands_of
 
-__all__ = ["Facts", "NothingToSplit", "find_sequence", "fixed_length", "propagate"]
+__all__ = [
+    "FEW",
+    "Facts",
+    "NothingToSplit",
+    "find_sequence",
+    "fixed_dims",
+    "fixed_length",
+    "propagate",
+]
 
 aten = torch.ops.aten
 
@@ -54,7 +62,7 @@ _KEEPS_NOTHING = {
     aten.view.default,
 }
 _SCALES = {aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
-_FEW = 4
+FEW = 4  # positions that are no sequence yet
 # Dtypes that quantised weights are packed in, and the most of them that an element holds (of two
 # bits, in an int32).
 _PACKED = {
@@ -204,6 +212,9 @@ def _nothing_to_split(
     lowered: Lowered, inputs: list[fx.Node], seq_dim: int | None
 ) -> NothingToSplit:
     place = 1 if seq_dim is None else seq_dim
+    fixed = fixed_dims(lowered, place)
+    if fixed:
+        return fixed_length(max(fixed.values()))
     if any(size == 1 for node in inputs for size in lowered.shape(node)[place : place + 1 or None]):
         return NothingToSplit("the sequence has one position")
     mixed = [size for n in lowered.graph.nodes if (size := _mixed_size(n, lowered)) is not None]
@@ -212,10 +223,24 @@ def _nothing_to_split(
     return NothingToSplit("no dim of the inputs is a sequence", no_sequence=True)
 
 
+def fixed_dims(lowered: Lowered, dim: int) -> dict[tuple[fx.Node, int], int]:
+    """The inputs whose ``dim`` Dynamo had left open before the model's code fixed it, with that
+    dim counted from the front, and their sizes; a few positions are no sequence."""
+    found: dict[tuple[fx.Node, int], int] = {}
+    for node in lowered.placeholders:
+        held = node.meta.get("val")
+        rank = held.ndim if isinstance(held, torch.Tensor) else 0
+        if -rank <= dim < rank and dim % rank in node.meta.get("open_dims", ()):
+            size = lowered.shape(node)[dim]
+            if size.is_Integer and size > FEW:
+                found[node, dim % rank] = int(size)
+    return found
+
+
 def fixed_length(length: int) -> NothingToSplit:
     """The refusal of a graph that holds for one length. A few positions, of which one is left
     when labels are shifted, are no more of a sequence than one is."""
-    if 0 < length <= _FEW:
+    if 0 < length <= FEW:
         return NothingToSplit(f"the sequence has {length} positions")
     reason = "the model's own code fixes the length of the sequence"
     return NothingToSplit(reason, fixed=True)

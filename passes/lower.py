@@ -9,7 +9,7 @@ user's line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
+from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -36,7 +37,15 @@ from .batched import gather_vmaps, is_vmap
 from .functionalize import functionalize
 from .structure import structure_of
 
-__all__ = ["Lowered", "Region", "custom_function", "function_of", "lower"]
+__all__ = [
+    "Lowered",
+    "Region",
+    "attribute_of",
+    "custom_function",
+    "fake_mode_of",
+    "function_of",
+    "lower",
+]
 
 aten = torch.ops.aten
 
@@ -65,11 +74,12 @@ class Lowered:
 
     Attributes:
         module: the graph; every node has ``meta["val"]`` and ``meta["region"]``, an input also
-            ``meta["requires_grad"]``.
+            ``meta["requires_grad"]`` and ``meta["open_dims"]``, those that Dynamo took to vary.
         shape_env: Dynamo's record of the symbols and of the guards on them.
         writes: which inputs are written to; their new values are the last outputs.
         assumed: symbols taken to be the same as others (see :func:`_align_inputs`).
         assumptions: what is assumed of the inputs of a call.
+        fixed_length: the length of the sequence, where the graph holds for no other.
     """
 
     module: fx.GraphModule
@@ -77,6 +87,7 @@ class Lowered:
     writes: list[Write] = field(default_factory=list)
     assumed: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
     assumptions: list[Assumption] = field(default_factory=list)
+    fixed_length: int | None = None
 
     @property
     def graph(self) -> fx.Graph:
@@ -165,6 +176,7 @@ def lower(captured: fx.GraphModule, example_inputs: Sequence[Any]) -> Lowered:
     graph = module.graph
     for node, example in zip([n for n in graph.nodes if n.op == "placeholder"], example_inputs):
         node.meta["requires_grad"] = isinstance(example, torch.Tensor) and example.requires_grad
+        node.meta["open_dims"] = _open_dims(example, context)
         if isinstance(example, torch.Tensor) and is_traceable_wrapper_subclass(example):
             node.meta["example"] = example.detach()  # cannot be drawn at random
     _absorb_contexts(graph)
@@ -187,21 +199,44 @@ def _align_inputs(lowered: Lowered) -> None:
 
     Every dim of every input is a symbol of its own, so that a batch as long as the sequence does
     not look like it. Where the model compares two inputs only by their number of elements, Dynamo
-    learns nothing about their dims; that they are equal is then checked at each call.
+    learns nothing about their dims; that they are equal is then checked at each call. A dim that
+    the model's code has fixed makes the others numbers too.
     """
-    first: dict[tuple[int, int], tuple[sympy.Symbol, tuple[int, int]]] = {}
+    first: dict[tuple[int, int], tuple[sympy.Expr, tuple[int, int]]] = {}
+    places = list(_open_places(lowered))
+    for symbol, hint, place in sorted(places, key=lambda found: not found[0].is_Integer):
+        known, other = first.setdefault((place[1], hint), (symbol, place))
+        if known != symbol:
+            lowered.assumed[symbol] = known
+            lowered.assumptions.append(SameSize(other, place))
+
+
+def _open_places(lowered: Lowered) -> Iterator[tuple[sympy.Expr, int, tuple[int, int]]]:
+    """The sizes of inputs that Dynamo took to vary: what is known of each by now, its value in
+    the captured call, and the input's number and dim."""
     for index, node in enumerate(lowered.placeholders):
         held = node.meta.get("val")
         for dim, size in enumerate(held.shape if isinstance(held, torch.Tensor) else ()):
-            if not isinstance(size, torch.SymInt) or not size.node.has_hint():
-                continue
-            symbol = lowered.expr(size)
-            if not isinstance(symbol, sympy.Symbol):
-                continue
-            known, place = first.setdefault((dim, int(size.node.hint)), (symbol, (index, dim)))
-            if known != symbol:
-                lowered.assumed[symbol] = known
-                lowered.assumptions.append(SameSize(place, (index, dim)))
+            known = lowered.expr(size)
+            if known.is_Integer and dim in node.meta["open_dims"]:
+                yield known, int(known), (index, dim)
+            elif isinstance(known, sympy.Symbol) and size.node.has_hint():
+                yield known, int(size.node.hint), (index, dim)
+
+
+def attribute_of(module: torch.nn.Module, node: fx.Node) -> Any:
+    """The value of a constant (a ``get_attr`` node)."""
+    value: Any = module
+    for name in node.target.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def fake_mode_of(graph: fx.Graph) -> Any:
+    """What made a graph's tensors without data. (Not the ambient one of the capture: a graph whose
+    length was freed has its own.)"""
+    held = (node.meta.get("val") for node in graph.nodes)
+    return next(value.fake_mode for value in held if isinstance(value, FakeTensor))
 
 
 def _as_fake(value: Any, fake_mode: Any, context: TracingContext) -> Any:
@@ -212,6 +247,13 @@ def _as_fake(value: Any, fake_mode: Any, context: TracingContext) -> Any:
     if known is None:
         return fake_mode.from_tensor(value, static_shapes=True)
     return fake_mode.from_tensor(value, symbolic_context=known, source=known.tensor_source)
+
+
+def _open_dims(value: Any, context: TracingContext) -> set[int]:
+    """The dims that were left open, before the model's code fixed some of them."""
+    known = context.tensor_to_context.get(value) if isinstance(value, torch.Tensor) else None
+    kinds = getattr(known, "dynamic_sizes", ())
+    return {dim for dim, kind in enumerate(kinds) if kind is not DimDynamic.STATIC}
 
 
 class _KeepBackwards(fx.Interpreter):

@@ -8,6 +8,7 @@
 - A slice that takes everything is what it was taken of.
 - A view becomes a reshape: a chunk of what could be viewed may lie in memory so that it cannot.
   So does taking apart a dim whose size is not fixed, which may be the sequence.
+- An op that has two names goes by the usual one; a single row that is repeated is expanded.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import detect_fake_mode
 
 from .facts import Facts
-from .lower import Lowered
+from .lower import Lowered, fake_mode_of
 from .rules.loss import ELEMENTWISE_LOSSES, MEAN, SUM
 from .rules.registry import arguments_of
 
-__all__ = ["normalize", "normalize_means"]
+__all__ = ["Writer", "normalize", "normalize_means"]
 
 aten = torch.ops.aten
 
@@ -41,13 +41,34 @@ _FILLS = {
 }
 
 
-class _Writer:
+_OTHER_NAMES = {
+    "absolute": "abs",
+    "clip": "clamp",
+    "concat": "cat",
+    "concatenate": "cat",
+    "divide": "div",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "less": "lt",
+    "less_equal": "le",
+    "moveaxis": "movedim",
+    "multiply": "mul",
+    "negative": "neg",
+    "not_equal": "ne",
+    "subtract": "sub",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "true_divide": "div",
+}
+
+
+class Writer:
     """Adds ops before a node, computing their values' shapes and dtypes."""
 
     def __init__(self, node: fx.Node) -> None:
         self._node = node
         self._graph = node.graph
-        self._mode = detect_fake_mode([n.meta.get("val") for n in node.graph.nodes])
+        self._mode = fake_mode_of(node.graph)
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self._graph.inserting_before(self._node):
@@ -68,28 +89,31 @@ def normalize(lowered: Lowered) -> None:
     for node in list(lowered.graph.nodes):
         if node.op != "call_function":
             continue
+        node.target = _usual_name(node.target)
         if not node.meta["region"].grad and (same := _itself(node)) is not None:
             _replace(node, same)
         elif node.target in _FILLS:
             _replace(node, _filled(node))
         elif node.target in (aten.expand_as.default, aten.view_as.default, aten.reshape_as.default):
-            write = _Writer(node)
+            write = Writer(node)
             sizes = [_size(write, node.args[1], dim) for dim in range(node.meta["val"].ndim)]
             op = aten.expand if node.target is aten.expand_as.default else aten.reshape
             _replace(node, write(op.default, node.args[0], sizes))
         elif node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
         elif node.target is aten.unflatten.int and _grows(lowered, node):
-            write, (source, dim, sizes) = _Writer(node), node.args
+            write, (source, dim, sizes) = Writer(node), node.args
             dim %= source.meta["val"].ndim
             shape = [_size(write, source, d) for d in range(source.meta["val"].ndim)]
             shape[dim : dim + 1] = sizes
             _replace(node, write(aten.reshape.default, source, shape))
         elif node.target in (aten.type_as.default, aten.to.other):
             other = node.args[1].meta["val"]
-            _replace(node, _Writer(node)(aten.to.device, node.args[0], other.device, other.dtype))
+            _replace(node, Writer(node)(aten.to.device, node.args[0], other.device, other.dtype))
         elif _takes_all(node) and node.meta["region"].grad:
             _replace(node, node.args[0])
+        elif node.target is aten.repeat.default and (sizes := _repeats_ones(node, lowered)):
+            _replace(node, Writer(node)(aten.expand.default, node.args[0], sizes))
         elif node.target in (aten.eye.default, aten.eye.m):
             _replace(node, _eye(node))
     lowered.graph.eliminate_dead_code(
@@ -100,6 +124,15 @@ def normalize(lowered: Lowered) -> None:
 
 def _grows(lowered: Lowered, node: fx.Node) -> bool:
     return bool(lowered.shape(node.args[0])[node.args[1]].free_symbols)
+
+
+def _usual_name(target: Any) -> Any:
+    """The op under the name that the rules know, the overload being the same."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return target
+    usual = getattr(aten, _OTHER_NAMES.get(target._schema.name.split("::")[1], ""), None)
+    name = "int" if usual is aten.transpose else target._overloadname
+    return getattr(usual, name, target) if usual is not None else target
 
 
 def _itself(node: fx.Node) -> fx.Node | None:
@@ -115,7 +148,7 @@ def _itself(node: fx.Node) -> fx.Node | None:
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         return operands[0] if _draws_nothing(node) else None
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    with detect_fake_mode([operands[0].meta["val"]]), enable_python_dispatcher(), torch.no_grad():
+    with operands[0].meta["val"].fake_mode, enable_python_dispatcher(), torch.no_grad():
         result = node.target(*args, **kwargs)
     return next((operand for operand in operands if operand.meta["val"] is result), None)
 
@@ -139,9 +172,20 @@ def _takes_all(node: fx.Node) -> bool:
     )
 
 
+def _repeats_ones(node: fx.Node, lowered: Lowered) -> list[Any]:
+    """The sizes to expand to, where all that is repeated are dims of size one."""
+    source, repeats = node.args
+    shape = lowered.shape(source)
+    if len(repeats) != len(shape):
+        return []
+    if any(size != 1 and repeat != 1 for size, repeat in zip(shape, repeats)):
+        return []
+    return [repeat if size == 1 else -1 for size, repeat in zip(shape, repeats)]
+
+
 def _eye(node: fx.Node) -> fx.Node:
     """The unit matrix as a comparison of positions, which can be cut."""
-    write, held = _Writer(node), node.meta["val"]
+    write, held = Writer(node), node.meta["val"]
     rows, columns = (
         write(aten.arange.default, size, device=held.device)
         for size in (node.args[0], node.args[1] if len(node.args) > 1 else node.args[0])
@@ -150,13 +194,13 @@ def _eye(node: fx.Node) -> fx.Node:
     return write(aten.to.dtype, same, held.dtype)
 
 
-def _size(write: _Writer, source: fx.Node, dim: int) -> int | fx.Node:
+def _size(write: Writer, source: fx.Node, dim: int) -> int | fx.Node:
     size = source.meta["val"].shape[dim]
     return size if isinstance(size, int) else write(aten.sym_size.int, source, dim)
 
 
 def _filled(node: fx.Node) -> fx.Node:
-    write = _Writer(node)
+    write = Writer(node)
     arguments = arguments_of(node)
     value = _FILLS[node.target]
     if value is None:
@@ -205,7 +249,7 @@ def _mean(facts: Facts, node: fx.Node) -> fx.Node | None:
     reduced = [dim % ndim for dim in dims] if dims else list(range(ndim))
     if not set(reduced) & set(facts.sequence_dims(source)):
         return None
-    write = _Writer(node)
+    write = Writer(node)
     total = write(
         aten.sum.dim_IntList,
         source,
@@ -216,7 +260,7 @@ def _mean(facts: Facts, node: fx.Node) -> fx.Node | None:
     return write(aten.div.Tensor, total, _count(write, source, reduced, total.meta["val"].dtype))
 
 
-def _count(write: _Writer, source: fx.Node, dims: list[int], dtype: torch.dtype) -> fx.Node:
+def _count(write: Writer, source: fx.Node, dims: list[int], dtype: torch.dtype) -> fx.Node:
     """The number of elements along some dims, as a tensor (its size is only known at run time)."""
     number: int | fx.Node = 1
     for dim in dims:
@@ -233,7 +277,7 @@ def _mean_of_elements(facts: Facts, node: fx.Node) -> fx.Node | None:
     source = arguments["self"]
     if arguments["reduction"] != MEAN or not facts.sequence_dims(source):
         return None
-    write = _Writer(node)
+    write = Writer(node)
     total = write(node.target, *{**arguments, "reduction": SUM}.values())
     dims = list(range(source.meta["val"].ndim))
     return write(aten.div.Tensor, total, _count(write, source, dims, node.meta["val"].dtype))
@@ -245,7 +289,7 @@ def _mean_of_classes(facts: Facts, node: fx.Node) -> fx.Node | None:
     scores, target, weight = arguments["self"], arguments["target"], arguments["weight"]
     if arguments["reduction"] != MEAN or not facts.sequence_dims(scores):
         return None
-    write = _Writer(node)
+    write = Writer(node)
     total = write(node.target, *{**arguments, "reduction": SUM}.values())
     dtype = node.meta["val"].dtype
     if target.meta["val"].is_floating_point():  # class probabilities: by the number of rows

@@ -1,6 +1,7 @@
 """The pipeline: from Dynamo's graph to a plan. It reads as a table of contents.
 
-1. lower      torch-level graph -> functional ATen graph with symbolic sizes
+1. lower      torch-level graph -> functional ATen graph with symbolic sizes; a length that the
+              model's code has fixed becomes a symbol again
 2. normalize  means become sums over counts, shape-only operands become sizes
    kernels    calls of fused attention that others have written
 3. propagate  what each value is: outer or active, which dims grow with the sequence
@@ -34,6 +35,7 @@ from .cut import Cuts, Group, bytes_per_token, choose_cuts
 from .demand import AddedLater, Demands, Input, Narrow, NeededWhole, ReadKeys, demand
 from .facts import Facts, find_sequence, fixed_length, propagate
 from .flex import find_flex
+from .free_length import free_length
 from .islands import compile_islands
 from .kernels import find_kernels
 from .lower import lower
@@ -42,6 +44,7 @@ from .regions import Regions
 from .rules.registry import Unsplittable
 from .scope import describe, scope_of
 from .sizes import express_sizes
+from .slices import take_off
 from .split import draws_random, split
 from .stencils import normalize_stencils
 from .stitch import Placed, stitch
@@ -107,8 +110,10 @@ def build_plan(
     clock = _Clock()
     with clock("lower"):
         lowered = lower(captured, examples)
+        lowered = free_length(lowered, examples, options.seq_dim) or lowered
     with clock("normalize"):
         normalize(lowered)
+        take_off(lowered)
         express_sizes(lowered)
     with clock("kernels"):
         find_kernels(lowered, examples)
@@ -159,6 +164,7 @@ def build_plan(
             lowered.writes,
             clock.seconds,
             finish,
+            lowered.fixed_length,
         )
         check_plan(facts, cuts, own, plan)
         return plan

@@ -23,6 +23,7 @@ from .. import attention
 from ..plan import Segment
 from .double import as_double, double_call, double_graph
 from .facts import Facts
+from .lower import attribute_of
 from .rules.attention import SDPA
 from .rules.registry import Row, operands_of, rows_of, takes_double
 from .split import SplitSegment, draws_random
@@ -157,7 +158,7 @@ class Validator:
                 known[node] = self._sampled(node)
                 continue
             if node.op == "get_attr":
-                known[node] = as_double(_attribute(self._facts.lowered.module, node.target))
+                known[node] = as_double(attribute_of(self._facts.lowered.module, node))
                 continue
             missing = [i for i in node.all_input_nodes if i not in known]
             if missing:
@@ -339,13 +340,6 @@ def _without_history(result: Any) -> Any:
 
 def _detached(values: Sequence[Tensor]) -> list[Tensor]:
     return [value.detach() for value in values]
-
-
-def _attribute(module: torch.nn.Module, path: str) -> Any:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _silenced(node: fx.Node, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -230,8 +230,9 @@ class Handle:
             warnings.warn(
                 format_message(
                     "this call ran in eager: no memory was saved",
-                    why=f"the target was captured {_MAX_CAPTURES} times, or holds no tensor code",
-                    fix="pass numbers that change from call to call as tensors",
+                    why=f"the target was captured {MAX_CAPTURES} times, or holds no tensor code",
+                    fix="pass numbers that change from call to call as tensors; pad to few lengths "
+                    "where explain() says that the model's code fixes the length",
                 ),
                 UnfinishedPlanWarning,
                 stacklevel=3,
@@ -256,8 +257,7 @@ class Handle:
                     format_message(
                         "strict=True, and the model would run whole",
                         why=str(error),
-                        fix="do not decide by the length in Python, nor loop over positions; "
-                        "a mask in a buffer has to be longer than the sequence",
+                        fix="do not loop over positions in Python, nor decide by the length",
                     )
                 ) from None
             return self._whole(captured, Run(str(error), no_sequence=error.no_sequence))
@@ -331,7 +331,7 @@ def _own_code(original: Callable) -> Callable:
 
 # Captures of one target (train and eval mode, with and without a mask, other numbers) before
 # Dynamo gives up and leaves it in eager.
-_MAX_CAPTURES = 64
+MAX_CAPTURES = 64
 _RECOMPILE_LIMIT = (
     "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
 )
@@ -340,7 +340,7 @@ _RECOMPILE_LIMIT = (
 @contextlib.contextmanager
 def _capture_settings() -> Iterator[None]:
     settings: dict[str, Any] = {
-        _RECOMPILE_LIMIT: _MAX_CAPTURES,
+        _RECOMPILE_LIMIT: MAX_CAPTURES,
         "specialize_float": True,  # Python numbers of the model are constants of its graph
         "specialize_int": True,
         "skip_nnmodule_hook_guards": False,  # a hook that is added later is not to be missed

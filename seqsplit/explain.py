@@ -14,6 +14,12 @@ from .run import chunk_bounds
 __all__ = ["Report", "SegmentReport", "explain"]
 
 
+_FIXED = (
+    "the model's code looks at it in Python: every other length is captured anew "
+    f"(at most {api.MAX_CAPTURES}; pad to few lengths)"
+)
+
+
 @dataclass(frozen=True)
 class SegmentReport:
     """One segment.
@@ -47,6 +53,8 @@ class Report:
         num_chunks: chunks per layer segment.
         num_graphs: graphs that the call was captured in; more than one means graph breaks.
         pass_seconds: time spent in each pass of the compiler.
+        fixed_length: whether the model's own code fixes the length, so that every other length is
+            captured anew.
     """
 
     seq_len: int
@@ -56,6 +64,7 @@ class Report:
     num_chunks: int = 0
     num_graphs: int = 1
     pass_seconds: dict[str, float] = field(default_factory=dict)
+    fixed_length: bool = False
 
     @property
     def fully_streamed(self) -> bool:
@@ -75,6 +84,8 @@ class Report:
         lines += [f"  {line}" for line in self._segment_lines()]
         if self.num_graphs > 1:
             lines.append(f"graphs  {self.num_graphs}: the capture broke; each was treated alone")
+        if self.fixed_length:
+            lines.append(f"length  {_FIXED}")
         if not self.whole:
             lines.append("whole   none")
         for scope, reason in self.whole:
@@ -114,13 +125,14 @@ def _report(handle: api.Handle) -> Report:
     whole: list[tuple[str, str]] = []
     numbers: dict[int, int] = {}
     seconds: dict[str, float] = {}
-    length = 0
+    length, fixed_length = 0, False
     for run in handle.log:
         if isinstance(run.plan, str):
             whole.append(("model", run.plan))
             continue
         length = max(length, run.length)
         whole += run.plan.whole
+        fixed_length |= run.plan.fixed_length is not None
         for segment in run.plan.segments:
             rows = segment.chunk_rows(run.length, run.device)
             segments.append(
@@ -144,4 +156,5 @@ def _report(handle: api.Handle) -> Report:
         num_chunks=max((segment.num_chunks for segment in layers), default=0),
         num_graphs=len(handle.log),
         pass_seconds=seconds,
+        fixed_length=fixed_length,
     )

@@ -200,6 +200,8 @@ class Plan:
         writes: which inputs are written to; their new values are the last outputs of ``module``.
         pass_seconds: time spent in each pass.
         with_options: makes the same plan under other chunk sizes or another schedule.
+        fixed_length: the only length of the sequence that the plan is for, where the model's code
+            fixed it.
     """
 
     module: fx.GraphModule
@@ -210,6 +212,7 @@ class Plan:
     writes: list[Write] = field(default_factory=list)
     pass_seconds: dict[str, float] = field(default_factory=dict)
     with_options: Callable[[Options], Plan] | None = None
+    fixed_length: int | None = None
 
     def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """What Dynamo's graph would give for these inputs, its writes into them included."""

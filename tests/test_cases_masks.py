@@ -257,3 +257,18 @@ def test_hf_windows_of_three(family, attention, chunk_size):
     for side in ("none", "left"):
         ids, keep, labels = batches.padded(side)
         pair.check(input_ids=ids, attention_mask=keep, labels=labels)
+
+
+def test_mask_kept_for_the_longest_call():
+    """A table that is made anew when a call is longer, and is as large as the longest so far."""
+    kept = {}
+
+    def attend(q, k, v):
+        length = q.shape[2]
+        if "mask" not in kept or kept["mask"].shape[0] < length:
+            kept["mask"] = torch.full((length, length), float("-inf"), dtype=q.dtype).triu(1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=kept["mask"][:length, :length])
+
+    pair = Pair(lambda: probe.build(attend), step=probe.step, chunk_size=4)
+    for length in (13, 9):
+        pair.check(*batches.with_labels(3, length))

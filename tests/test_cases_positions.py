@@ -111,7 +111,33 @@ class LearnedTemperature(nn.Module):
         return scores.masked_fill(columns > rows, float("-inf")).softmax(-1) @ v
 
 
+class MemoryKeys(nn.Module):
+    """Learned keys and values before those of the tokens, which every row sees."""
+
+    def __init__(self, index):
+        super().__init__()
+        self.key = nn.Parameter(torch.randn(HEADS, 3, HEAD_DIM))
+        self.value = nn.Parameter(torch.randn(HEADS, 3, HEAD_DIM))
+
+    def forward(self, q, k, v):
+        rows, columns = positions(scores_of(q, k))
+        hidden = F.pad(columns > rows, (3, 0), value=False)
+        k, v = (
+            torch.cat([learned.expand(q.shape[0], -1, -1, -1), own], dim=2)
+            for learned, own in ((self.key, k), (self.value, v))
+        )
+        return scores_of(q, k).masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+
+def by_distance(q, k, v):
+    """Scores that fall with the distance of query and key."""
+    scores = -torch.cdist(q, k)
+    rows, columns = positions(scores)
+    return scores.masked_fill(columns > rows, float("-inf")).softmax(-1) @ v
+
+
 LEARNED = {
+    MemoryKeys: True,
     Sinks: True,
     SinksByHand: True,
     RelativeBias: True,
@@ -125,6 +151,10 @@ LEARNED = {
 @pytest.mark.parametrize("kind", LEARNED, ids=lambda kind: kind.__name__)
 def test_learned_terms_in_the_scores(kind):
     check_probe(kind, streamed=LEARNED[kind], per_layer=True)
+
+
+def test_scores_by_distance():
+    check_probe(by_distance)
 
 
 # ---- Positions (case 19) ------------------------------------------------------------------------

@@ -40,6 +40,7 @@ CALLS = {
     "bmm": lambda: (aten.bmm.default, x(A, B, C), x(A, C, D)),
     "mv": lambda: (aten.mv.default, x(A, B), x(B)),
     "dot": lambda: (aten.dot.default, x(A), x(A)),
+    "cdist": lambda: (aten.cdist.default, x(A, B, 4), x(A, C, 4)),
     "linear": lambda: (aten.linear.default, x(A, B, C), x(D, C)),
     "linear_bias": lambda: (aten.linear.default, x(A, B, C), x(D, C), x(D)),
     "addmm": lambda: (aten.addmm.default, x(C), x(A, B), x(B, C)),

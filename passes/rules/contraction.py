@@ -43,6 +43,14 @@ def dot(self: Operand, tensor: Operand) -> Rows:
     yield Sum, Chunk(0), Chunk(0)
 
 
+@rule(aten.cdist.default)
+def cdist(x1: Operand, x2: Operand, out: Operand) -> Rows:
+    for dim in range(out.ndim - 2):
+        yield Chunk(dim), broadcast(x1, out, dim), broadcast(x2, out, dim)
+    yield Chunk(-2), Chunk(-2), Whole
+    yield Chunk(-1), Whole, Chunk(-2)
+
+
 @rule(aten.linear.default)
 def linear(input: Operand, bias: Operand | None) -> Rows:  # noqa: A002 - the schema's name
     rest = [Whole] if bias is not None else []

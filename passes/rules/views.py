@@ -216,10 +216,10 @@ def slice_(self: Operand, dim: int, start: Any, step: Any, out: Operand) -> Rows
             yield Chunk(own), Chunk(own)
     from_the_front = start in (None, 0) and step in (None, 1)
     grows_with = out.shape[dim].free_symbols - self.shape[dim].free_symbols
-    if from_the_front and self.shape[dim].free_symbols:
+    if grows_with and step in (None, 1):
+        yield Chunk(dim), Whole  # the first rows of a table, however long that is
+    elif from_the_front and self.shape[dim].free_symbols:
         yield Chunk(dim), Chunk(dim)  # drops at most a few last positions
-    elif grows_with and not self.shape[dim].free_symbols and step in (None, 1):
-        yield Chunk(dim), Whole  # the first rows of a table
 
 
 @rule(aten.select_scatter.default, aten.slice_scatter.default)

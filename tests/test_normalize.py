@@ -1,0 +1,31 @@
+"""What the rules speak of, whatever the model says."""
+
+import torch
+
+from graphs import trace
+from seqsplit.passes.normalize import normalize
+
+aten = torch.ops.aten
+
+
+def test_ops_with_two_names():
+    def function(x):
+        y = torch.subtract(torch.multiply(x, x), torch.divide(x, 2))
+        y = torch.concat([torch.negative(y), torch.swapaxes(y, 0, 1)], 0)
+        return torch.where(torch.greater(y, 0), torch.absolute(y), torch.clip(y, -1, 1))
+
+    lowered = trace(function, torch.randn(3, 3))
+    normalize(lowered)
+    used = [node.target for node in lowered.graph.nodes if node.op == "call_function"]
+    assert used == [
+        aten.mul.Tensor,
+        aten.div.Tensor,
+        aten.sub.Tensor,
+        aten.neg.default,
+        aten.transpose.int,
+        aten.cat.default,
+        aten.gt.Scalar,
+        aten.abs.default,
+        aten.clamp.default,
+        aten.where.self,
+    ]
