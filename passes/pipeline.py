@@ -165,6 +165,7 @@ def build_plan(
             clock.seconds,
             finish,
             lowered.fixed_length,
+            validated=validator is not None and validator.possible,
         )
         check_plan(facts, cuts, own, plan)
         return plan

@@ -36,6 +36,7 @@ aten = torch.ops.aten
 TOLERANCE = 1e-9
 _LENGTHS = (11, 13, 17, 23, 37, 61, 127, 257, 509)
 _BATCH = 2
+_LONGEST = 4096  # the original may hold a value of length x length
 
 RunSegment = Callable[..., tuple[Tensor, ...]]
 
@@ -60,9 +61,15 @@ class Validator:
         self._facts = facts
         self._examples = dict(zip(facts.lowered.placeholders, examples))
         self._run = run
+        self._batch: int | None = _BATCH  # the most of it, None: as many as there are
         self._length = self._choose_length()
         self._values: dict[fx.Node, Any] = {}
         self._generator = torch.Generator().manual_seed(0)
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is a length, not too long to be tried, that the model's guards allow."""
+        return self._length is not None
 
     def check(self, segment: Segment, split: SplitSegment, values: Sequence[fx.Node]) -> str | None:
         """Compare a segment with the original.
@@ -266,7 +273,9 @@ class Validator:
         if symbol == self._facts.sequence:
             return self._length
         hint = self._facts.lowered.hints.get(symbol, _BATCH)
-        return min(hint, _BATCH) if symbol in self._batch_sizes else hint
+        if self._batch is None or symbol not in self._batch_sizes:
+            return hint
+        return min(hint, self._batch)
 
     @cached_property
     def _batch_sizes(self) -> set[sympy.Symbol]:
@@ -282,9 +291,11 @@ class Validator:
     def _choose_length(self) -> int | None:
         """The shortest length under which the model would have taken the captured branches."""
         real = self._facts.lowered.hints.get(self._facts.sequence)
-        for length in (*_LENGTHS, real):
-            if length is not None and (real is None or length <= real) and self._allows(length):
-                return length
+        for self._batch in (_BATCH, None):
+            for length in (*_LENGTHS, real):
+                fits = length is not None and (real is None or length <= real)
+                if fits and length <= _LONGEST and self._allows(length):
+                    return length
         return None
 
     def _allows(self, length: int) -> bool:

@@ -55,6 +55,7 @@ class Report:
         pass_seconds: time spent in each pass of the compiler.
         fixed_length: whether the model's own code fixes the length, so that every other length is
             captured anew.
+        validated: whether all distinct bodies were tried against the original code.
     """
 
     seq_len: int
@@ -65,6 +66,7 @@ class Report:
     num_graphs: int = 1
     pass_seconds: dict[str, float] = field(default_factory=dict)
     fixed_length: bool = False
+    validated: bool = True
 
     @property
     def fully_streamed(self) -> bool:
@@ -86,6 +88,8 @@ class Report:
             lines.append(f"graphs  {self.num_graphs}: the capture broke; each was treated alone")
         if self.fixed_length:
             lines.append(f"length  {_FIXED}")
+        if not self.validated:
+            lines.append("checks  not done: no length short enough takes the model's branches here")
         if not self.whole:
             lines.append("whole   none")
         for scope, reason in self.whole:
@@ -125,7 +129,7 @@ def _report(handle: api.Handle) -> Report:
     whole: list[tuple[str, str]] = []
     numbers: dict[int, int] = {}
     seconds: dict[str, float] = {}
-    length, fixed_length = 0, False
+    length, fixed_length, validated = 0, False, True
     for run in handle.log:
         if isinstance(run.plan, str):
             whole.append(("model", run.plan))
@@ -133,6 +137,7 @@ def _report(handle: api.Handle) -> Report:
         length = max(length, run.length)
         whole += run.plan.whole
         fixed_length |= run.plan.fixed_length is not None
+        validated &= run.plan.validated or not handle.options.validate
         for segment in run.plan.segments:
             rows = segment.chunk_rows(run.length, run.device)
             segments.append(
@@ -157,4 +162,5 @@ def _report(handle: api.Handle) -> Report:
         num_graphs=len(handle.log),
         pass_seconds=seconds,
         fixed_length=fixed_length,
+        validated=validated,
     )

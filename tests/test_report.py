@@ -6,6 +6,7 @@ from torch import nn
 
 import seqsplit
 from compare import assert_streamed
+from seqsplit.passes import validate
 from zoo import HANDWRITTEN, batches, hf, probe
 
 LAYERS, CHUNK, LENGTH = 12, 5, 13
@@ -113,3 +114,26 @@ def test_what_stays_whole_is_named_with_a_reason():
     assert any("spectral" in scope for scope in scopes), report.whole
     assert all(reason for _, reason in report.whole)
     assert all(scope in str(report) for scope in scopes)
+
+
+class LongOnly(torch.nn.Module):
+    """Takes another branch where the sequence is short."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.inner, self.least = probe.build(), least
+
+    def forward(self, ids):
+        logits = self.inner(ids)
+        return logits * 2 if ids.shape[1] >= self.least else logits
+
+
+def test_the_report_says_whether_bodies_were_tried(monkeypatch):
+    ids, _ = batches.with_labels(3, 40)
+    model = seqsplit.compile(LongOnly(30), chunk_size=8)
+    report = seqsplit.explain(model, ids)
+    assert report.validated and "checks" not in str(report)
+    monkeypatch.setattr(validate, "_LONGEST", 20)
+    torch._dynamo.reset()
+    report = seqsplit.explain(seqsplit.compile(LongOnly(30), chunk_size=8), ids)
+    assert not report.validated and "checks  not done" in str(report)
