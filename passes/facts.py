@@ -213,11 +213,12 @@ def _nothing_to_split(
 ) -> NothingToSplit:
     place = 1 if seq_dim is None else seq_dim
     fixed = fixed_dims(lowered, place)
-    if fixed:
+    mixed = [size for n in lowered.graph.nodes if (size := _mixed_size(n, lowered)) is not None]
+    tokens = any(not node.meta["val"].is_floating_point() for node, _ in fixed)
+    if fixed and (mixed or tokens):  # else it may as well be a width
         return fixed_length(max(fixed.values()))
     if any(size == 1 for node in inputs for size in lowered.shape(node)[place : place + 1 or None]):
         return NothingToSplit("the sequence has one position")
-    mixed = [size for n in lowered.graph.nodes if (size := _mixed_size(n, lowered)) is not None]
     if mixed:
         return fixed_length(max((int(size) for size in mixed if size.is_Integer), default=0))
     return NothingToSplit("no dim of the inputs is a sequence", no_sequence=True)

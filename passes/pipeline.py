@@ -109,8 +109,8 @@ def build_plan(
     """
     clock = _Clock()
     with clock("lower"):
-        lowered = lower(captured, examples)
-        lowered = free_length(lowered, examples, options.seq_dim) or lowered
+        as_captured = lower(captured, examples)
+        lowered = free_length(as_captured, examples, options.seq_dim) or as_captured
     with clock("normalize"):
         normalize(lowered)
         take_off(lowered)
@@ -137,6 +137,8 @@ def build_plan(
             break
         except Regrouped:
             facts = propagate(lowered, sequence)
+    if not placed and lowered is not as_captured:  # a width of the model, and not the length
+        find_sequence(as_captured, options.seq_dim)
     if not placed and facts.keeps_activations:
         raise fixed_length(lowered.hints.get(sequence, 0))
     if options.strict and planner.reasons:

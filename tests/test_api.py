@@ -48,6 +48,8 @@ def test_the_signature_of_compile():
         "chunk_size": "auto",
         "head_chunk_size": "auto",
         "segment_layers": "auto",
+        "schedule": None,
+        "inner": None,
         "accumulate_dtype": torch.float32,
         "seq_dim": None,
         "strict": False,
@@ -56,6 +58,8 @@ def test_the_signature_of_compile():
 
 
 BAD_OPTIONS = [
+    ("schedule", "fast"),
+    ("inner", "a compiler"),
     *[(name, value) for name in ("chunk_size", "head_chunk_size") for value in (0, -1, -8)],
     *[(name, value) for name in ("chunk_size", "head_chunk_size") for value in (2.5, "big", None)],
     ("chunk_size", True),
