@@ -51,10 +51,10 @@ def checkpointed_chunked(model: Decoder, loss_chunk: int = 512, early_stop: bool
 
 
 def _hidden(model: Decoder, tokens: Tensor, early_stop: bool) -> Tensor:
-    x, rotary = model.begin(tokens)
+    x, tables = model.begin(tokens)
     with set_checkpoint_early_stop(early_stop):
         for layer in model.layers:
-            x = checkpoint(layer, x, rotary, use_reentrant=False)
+            x = checkpoint(layer, x, tables, use_reentrant=False)
     return model.norm(x)
 
 
