@@ -1,0 +1,63 @@
+"""Methods by name: ways to compute the loss of a decoder and its gradients."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+
+import seqsplit
+
+from . import baselines
+from .models import Decoder
+from .names import (
+    CHECKPOINTED,
+    CHECKPOINTED_FULL,
+    CHUNKED,
+    COMPILED,
+    EAGER,
+    KEPT,
+    OURS,
+    TILED,
+)
+
+_BASELINES: dict[str, Callable[[Decoder, int], baselines.Loss]] = {
+    EAGER: lambda model, chunk: baselines.eager(model),
+    CHECKPOINTED: lambda model, chunk: baselines.checkpointed(model),
+    CHECKPOINTED_FULL: lambda model, chunk: baselines.checkpointed(model, early_stop=False),
+    CHUNKED: baselines.checkpointed_chunked,
+    TILED: baselines.tiled,
+    COMPILED: baselines.compiled_layers,
+}
+# Schedules of ours, each a set of options; a version without an option does without its schedule.
+_OPTIONS = inspect.signature(seqsplit.compile).parameters
+SCHEDULES = {
+    name: options
+    for name, options in {OURS: {}, KEPT: {"keep_attention": True}}.items()
+    if options.keys() <= _OPTIONS.keys()
+}
+METHODS = (*_BASELINES, *SCHEDULES)
+
+# Their code is generated: it calls the allocator and the matrix products directly, out of sight of
+# everything but the allocator's own records.
+GENERATED = (COMPILED,)
+
+
+def build(method: str, model: Decoder, chunk: int) -> tuple[baselines.Loss, Decoder]:
+    """The loss function of a method, and the module whose parameters it trains.
+
+    seqsplit compiles in place, so it gets a copy of the model; the others share it.
+
+    Args:
+        chunk: positions per chunk of the layers (ours), of the MLP and of the loss.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if method in SCHEDULES:
+        sizes = {"chunk_size": chunk, "head_chunk_size": chunk}
+        compiled = seqsplit.compile(copy.deepcopy(model), **sizes, **SCHEDULES[method])
+        return compiled, compiled
+    if method in _BASELINES:
+        return _BASELINES[method](model, chunk), model
+    raise ValueError(f"unknown method {method!r}; one of {METHODS}")
