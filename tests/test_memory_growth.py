@@ -1,11 +1,15 @@
 """Memory of a streamed step grows with the sequence as the floor says, and nothing is square."""
 
+import contextlib
+
 import pytest
 import torch
 
 from benchmarks import common
 from benchmarks.batches import make_batch
+from benchmarks.dry import SkipProducts
 from benchmarks.floor import floor
+from benchmarks.flops import FlopCounter
 from benchmarks.methods import build
 from benchmarks.models import SHAPES
 from benchmarks.names import CHECKPOINTED, CHUNKED, EAGER, OURS
@@ -80,6 +84,23 @@ def test_a_batch_grows_as_its_sequences_together():
     (slope,) = slopes(points(runs))
     assert slope <= 1.15 * 2 * floor(SHAPE, torch.float32).total
     check_largest(runs[-1], rows=2 * 2048)
+
+
+@pytest.mark.parametrize("method", [CHUNKED, OURS])
+def test_a_step_without_its_products_needs_and_counts_the_same(method):
+    """Nor does it take part in anything else: the loss of a step after it is what it was."""
+    model = common.make_model(SHAPE, torch.float32, "cpu")
+    loss, trained = build(method, model, CHUNK)
+    batch = make_batch(SHAPE, 640)
+    expected = common.train_step(loss, trained, batch)
+    found = []
+    for skipped in (contextlib.nullcontext(), SkipProducts()):
+        trained.zero_grad(set_to_none=True)
+        with skipped, track_memory() as memory, FlopCounter() as counter:
+            common.train_step(loss, trained, batch)
+        found.append((memory.peak_bytes, memory.largest_bytes, counter.by_op))
+    assert found[0] == found[1]
+    assert common.train_step(loss, trained, batch) == expected
 
 
 def points(runs: list[dict]) -> list[tuple[int, int]]:

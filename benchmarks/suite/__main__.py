@@ -46,7 +46,7 @@ def parse() -> argparse.Namespace:
     options.add_argument("--restart", action="store_true", help="forget an interrupted run")
     options.add_argument("--report", action="store_true", help="measure nothing, write the report")
     options.add_argument(
-        "--limit-gib", type=float, default=14.0, help="leave out what is expected to need more"
+        "--limit-gib", type=float, default=8.0, help="leave out what is expected to need more"
     )
     return options.parse_args()
 

@@ -133,31 +133,17 @@ def quick() -> Plan:
 def default() -> Plan:
     """About half an hour on two cores that do nothing else."""
     plan = Plan()
-    plan.measure(
-        DECODER,
-        "small",
-        1024,
-        {
-            CHUNKED: (2048, 4096, 8192, 16384),
-            OURS: (2048, 4096, 8192, 16384),
-            KEPT: (2048, 4096, 8192),
-            CHECKPOINTED: (2048, 4096, 8192, 16384),
-            EAGER: (2048, 4096),
-            TILED: (2048, 4096),
-            COMPILED: (2048, 4096),
-            CHECKPOINTED_FULL: (2048, 4096),
-        },
-    )
+    lengths = (2048, 4096, 8192, 16_384, 32_768)
+    methods = (CHUNKED, OURS, KEPT, CHECKPOINTED, CHECKPOINTED_FULL, EAGER, TILED)
+    plan.measure(DECODER, "small", 1024, dict.fromkeys(methods, lengths))
+    plan.measure(DECODER, "small", 1024, {COMPILED: lengths[:3]})
+    methods = (CHUNKED, OURS, KEPT, CHECKPOINTED, EAGER, TILED)
+    plan.measure(DECODER, "small", 1024, dict.fromkeys(methods, lengths), dtype="bfloat16")
+    methods = (CHUNKED, OURS, KEPT, CHECKPOINTED, EAGER)
     for shape in ("mha", "tied", "window", "moe"):
-        lengths = (1024, 2048, 4096)
-        plan.measure(DECODER, shape, 512, dict.fromkeys((CHECKPOINTED, CHUNKED, OURS), lengths))
-    lengths = (1024, 2048)
-    plan.measure(DECODER, "small", 1024, dict.fromkeys((CHUNKED, OURS), lengths), dtype="bfloat16")
-    lengths = (2048, 4096, 8192)
-    plan.measure(
-        LLAMA, "small", 1024,
-        dict.fromkeys((STREAMBP, STREAMBP_THIRDS, OURS), lengths) | {CHECKPOINTED: lengths[:2]},
-    )  # fmt: skip
+        plan.measure(DECODER, shape, 512, dict.fromkeys(methods, lengths[:4]))
+    methods = (STREAMBP, STREAMBP_THIRDS, OURS, KEPT, CHECKPOINTED)
+    plan.measure(LLAMA, "small", 1024, dict.fromkeys(methods, lengths[:4]))
     plan.gradients = _gradients("small", 2048, 1024)
     plan.race(DECODER, "small", 1024, 4096, (OURS, KEPT, COMPILED, TILED, CHUNKED), rounds=3)
     plan.race(DECODER, "small", 1024, 8192, (OURS, KEPT, CHUNKED), rounds=3)
@@ -168,26 +154,13 @@ def default() -> Plan:
 
 
 def full() -> Plan:
-    """The default and the longest lengths: hours."""
+    """The default and more races, at the longest lengths too: hours."""
     plan = default()
-    plan.measure(
-        DECODER, "small", 1024,
-        {
-            CHUNKED: (32768,),
-            OURS: (32768,),
-            KEPT: (16384, 32768),
-            EAGER: (8192,),
-            TILED: (8192, 16384),
-            COMPILED: (8192, 16384),
-        },
-    )  # fmt: skip
     for shape in ("mha", "tied", "window", "moe"):
-        plan.measure(DECODER, shape, 512, dict.fromkeys((CHUNKED, OURS), (8192, 16384)))
-        plan.race(DECODER, shape, 512, 8192, (OURS, CHUNKED), rounds=5)
+        plan.race(DECODER, shape, 512, 8192, (OURS, KEPT, CHUNKED), rounds=5)
     plan.race(DECODER, "small", 1024, 2048, (OURS, KEPT, CHUNKED), rounds=7)
-    plan.race(DECODER, "small", 1024, 16384, (OURS, KEPT, CHUNKED), rounds=5)
-    plan.race(DECODER, "small", 1024, 2048, (OURS, CHUNKED), rounds=3, dtype="bfloat16")
-    plan.measure(LLAMA, "small", 1024, dict.fromkeys((STREAMBP_THIRDS, OURS), (16384,)))
+    plan.race(DECODER, "small", 1024, 16_384, (OURS, KEPT, CHUNKED), rounds=5)
+    plan.race(DECODER, "small", 1024, 2048, (OURS, KEPT, CHUNKED), rounds=3, dtype="bfloat16")
     plan.race(LLAMA, "small", 1024, 8192, (OURS, STREAMBP_THIRDS, STREAMBP), rounds=3)
     return plan
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..dry import SkipProducts
 from ..flops import FlopCounter
 from .cases import Case
 
@@ -55,23 +56,24 @@ def serve(case: Case, build: Callable[[Case], Subject]) -> None:
     first, second = (_timed(subject, 2 * case.chunk)["seconds"] for _ in range(2))
     _answer({"compile_s": first - second, "versions": _versions()})
     for line in sys.stdin:
-        command, length, *arguments = line.split(maxsplit=2)
+        command, length, *arguments = line.strip().split(maxsplit=2)
         _answer(_COMMANDS[command](subject, int(length), *arguments))
 
 
 def _measure(subject: Subject, length: int) -> dict[str, Any]:
-    """Gradients exist already, so that a peak is what a step needs beyond weights and gradients."""
+    """Memory and FLOPs, which do not depend on values: without the products, where those can be
+    seen. Gradients exist already: a peak is what a step needs beyond weights and gradients.
+    """
     _clear(subject)
     memory = _memory_module().track_memory(allocator=subject.generated)
     counter = FlopCounter()
     if subject.generated:
         with memory:
-            loss = subject.step(length)
+            subject.step(length)
     else:
-        with memory, counter:
-            loss = subject.step(length)
+        with SkipProducts(), memory, counter:
+            subject.step(length)
     return {
-        "loss": loss,
         "peak_bytes": memory.peak_bytes,
         "largest_bytes": memory.largest_bytes,
         "largest_op": memory.largest_op,
