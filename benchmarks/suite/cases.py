@@ -24,6 +24,21 @@ STREAMBP_THIRDS = "StreamBP, chunks of T/3"
 CHECKPOINTED_OLD = "checkpointing, in StreamBP's environment"
 ELSEWHERE = (STREAMBP, STREAMBP_THIRDS, CHECKPOINTED_OLD)
 
+# As they stand in tables.
+ORDER = (
+    EAGER,
+    CHECKPOINTED_FULL,
+    CHECKPOINTED,
+    CHUNKED,
+    COMPILED,
+    TILED,
+    CHECKPOINTED_OLD,
+    STREAMBP,
+    STREAMBP_THIRDS,
+    OURS,
+    KEPT,
+)
+
 DECODER, LLAMA = "decoder", "llama"
 
 
@@ -134,16 +149,15 @@ def default() -> Plan:
     """About half an hour on two cores that do nothing else."""
     plan = Plan()
     lengths = (2048, 4096, 8192, 16_384, 32_768)
-    methods = (CHUNKED, OURS, KEPT, CHECKPOINTED, CHECKPOINTED_FULL, EAGER, TILED)
+    methods = (CHUNKED, OURS, KEPT, CHECKPOINTED, TILED, EAGER)
     plan.measure(DECODER, "small", 1024, dict.fromkeys(methods, lengths))
-    plan.measure(DECODER, "small", 1024, {COMPILED: lengths[:3]})
-    methods = (CHUNKED, OURS, KEPT, CHECKPOINTED, EAGER, TILED)
-    plan.measure(DECODER, "small", 1024, dict.fromkeys(methods, lengths), dtype="bfloat16")
-    methods = (CHUNKED, OURS, KEPT, CHECKPOINTED, EAGER)
+    plan.measure(DECODER, "small", 1024, {CHECKPOINTED_FULL: lengths[:4:2], COMPILED: lengths[:3]})
+    methods = (OURS, STREAMBP, STREAMBP_THIRDS, KEPT, CHECKPOINTED)
+    plan.measure(LLAMA, "small", 1024, dict.fromkeys(methods, lengths[:4]))
+    methods = (CHUNKED, OURS, KEPT, CHECKPOINTED)
     for shape in ("mha", "tied", "window", "moe"):
         plan.measure(DECODER, shape, 512, dict.fromkeys(methods, lengths[:4]))
-    methods = (STREAMBP, STREAMBP_THIRDS, OURS, KEPT, CHECKPOINTED)
-    plan.measure(LLAMA, "small", 1024, dict.fromkeys(methods, lengths[:4]))
+    plan.measure(DECODER, "small", 1024, dict.fromkeys(methods, lengths), dtype="bfloat16")
     plan.gradients = _gradients("small", 2048, 1024)
     plan.race(DECODER, "small", 1024, 4096, (OURS, KEPT, COMPILED, TILED, CHUNKED), rounds=3)
     plan.race(DECODER, "small", 1024, 8192, (OURS, KEPT, CHUNKED), rounds=3)

@@ -23,10 +23,11 @@ def draw(group: Group, folder: Path, prefix: str) -> list[Path]:
 
     plots = {"step": _step, "peak": _peak, "longest": _longest}
     written = []
-    colours = {method: f"C{index}" for index, method in enumerate(sorted(group.runs))}
+    colours = {method: f"C{index}" for index, method in enumerate(group.methods)}
     for name, plot in plots.items():
-        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+        figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
         plot(axes, group, colours)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
         axes.spines[["top", "right"]].set_visible(False)
         path = folder / f"{prefix}-{name}.png"
         figure.savefig(path, dpi=120, metadata={"Software": None})
@@ -39,22 +40,21 @@ def _step(axes: Any, group: Group, colours: dict[str, str]) -> None:
     """Of the longest length that at least three methods were measured at (or any)."""
     lengths = [n for n in group.lengths if sum(n in runs for runs in group.runs.values()) > 2]
     length = max(lengths or group.lengths)
-    for method, runs in group.runs.items():
-        if length in runs:
-            shares, live = zip(*runs[length]["timeline"], strict=True)
+    for method in group.methods:
+        if length in group.runs[method]:
+            shares, live = zip(*group.runs[method][length]["timeline"], strict=True)
             mib = [value / 2**20 for value in live]
             axes.plot(shares, mib, label=method, color=colours[method])
     axes.set(
-        xlabel="share of the step",
+        xlabel="share of the step's allocations",
         ylabel="MiB above weights and gradients",
         title=f"Memory over one step, T={length:,}",
         ylim=(0, None),
     )
-    axes.legend(frameon=False, fontsize="small")
 
 
 def _peak(axes: Any, group: Group, colours: dict[str, str]) -> None:
-    for method in group.runs:
+    for method in group.methods:
         lengths, peaks = zip(*group.points(method), strict=True)
         mib = [peak / 2**20 for peak in peaks]
         axes.loglog(lengths, mib, marker="o", label=method, color=colours[method])
@@ -62,11 +62,10 @@ def _peak(axes: Any, group: Group, colours: dict[str, str]) -> None:
     axes.set_xticks(ticks, [f"{length:,}" for length in ticks])
     axes.minorticks_off()
     axes.set(xlabel="T", ylabel="peak in MiB above weights and gradients", title="Peak of a step")
-    axes.legend(frameon=False, fontsize="small")
 
 
 def _longest(axes: Any, group: Group, colours: dict[str, str]) -> None:
-    methods = [m for m in group.runs if longest(group.points(m), 2**30) is not None]
+    methods = [m for m in group.methods if longest(group.points(m), 2**30) is not None]
     height = 0.8 / max(len(methods), 1)
     for index, method in enumerate(methods):
         found = [longest(group.points(method), budget * 2**30) for budget in BUDGETS_GIB]
@@ -78,4 +77,3 @@ def _longest(axes: Any, group: Group, colours: dict[str, str]) -> None:
         [f"{budget} GiB" for budget in BUDGETS_GIB],
     )
     axes.set(xlabel="T", xscale="log", title="Longest sequence, by the growth of the peak")
-    axes.legend(frameon=False, fontsize="small")

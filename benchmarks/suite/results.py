@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .cases import Case
+from ..names import CHECKPOINTED_FULL
+from .cases import ORDER, Case
 from .figures import Point, Ratios
 
 
@@ -17,12 +18,17 @@ class Group:
     Attributes:
         name: what the cases have in common.
         example: one of the cases.
-        runs: by method, then by length.
+        runs: by method, then by length; methods in the order of tables.
     """
 
     name: str
     example: Case
     runs: dict[str, dict[int, dict[str, Any]]]
+
+    @property
+    def methods(self) -> list[str]:
+        """Those whose memory is of interest: one is there for its FLOPs."""
+        return [method for method in self.runs if method != CHECKPOINTED_FULL]
 
     @property
     def lengths(self) -> list[int]:
@@ -68,11 +74,11 @@ class Results:
     @property
     def groups(self) -> list[Group]:
         found: dict[str, Group] = {}
-        for record in self.records.values():
-            if "peak_bytes" in record:
-                case = Case(**record["case"])
-                group = found.setdefault(case.group, Group(case.group, case, {}))
-                group.runs.setdefault(case.method, {})[case.length] = record
+        measured = [record for record in self.records.values() if "peak_bytes" in record]
+        for record in sorted(measured, key=lambda record: ORDER.index(record["case"]["method"])):
+            case = Case(**record["case"])
+            group = found.setdefault(case.group, Group(case.group, case, {}))
+            group.runs.setdefault(case.method, {})[case.length] = record
         return sorted(found.values(), key=lambda group: group.name)
 
     def group(self, family: str, shape: str, dtype: str = "float32") -> Group | None:

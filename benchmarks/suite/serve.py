@@ -46,15 +46,15 @@ class Subject:
 
 
 def serve(case: Case, build: Callable[[Case], Subject]) -> None:
-    """Build, warm up, say so, and answer until there are no more commands.
+    """Build, take a first step of two chunks, say so, and answer until there are no more commands.
 
     Commands, each followed by a length: ``measure`` (memory and FLOPs of a step), ``time`` (a
     step), ``gradients`` (those of a step, saved at a path as a list in the parameters' order).
     """
     torch.set_num_threads(case.threads)
     subject = build(case)
-    first, second = (_timed(subject, 2 * case.chunk)["seconds"] for _ in range(2))
-    _answer({"compile_s": first - second, "versions": _versions()})
+    first = _timed(subject, 2 * case.chunk)
+    _answer({"first": first, "versions": _versions()})
     for line in sys.stdin:
         command, length, *arguments = line.strip().split(maxsplit=2)
         _answer(_COMMANDS[command](subject, int(length), *arguments))
@@ -123,13 +123,13 @@ def _trained(subject: Subject) -> list[nn.Parameter]:
 
 
 def _thinned(timeline: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """The highest point of each of many short intervals, as (share of the step, bytes)."""
-    if not timeline:
-        return []
-    end = max(timeline[-1][0], 1e-9)
+    """The highest point of each of some intervals, as (share of the step's events, bytes).
+
+    By events and not by seconds, which mean nothing in a step without its products.
+    """
     highest: dict[int, int] = {}
-    for seconds, live in timeline:
-        place = min(int(seconds / end * _POINTS), _POINTS - 1)
+    for event, (_, live) in enumerate(timeline):
+        place = event * _POINTS // len(timeline)
         highest[place] = max(highest.get(place, live), live)
     return [(place / _POINTS, live) for place, live in sorted(highest.items())]
 

@@ -26,14 +26,14 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def memory(group: Group) -> str:
     """Peaks by method and length, and their growth."""
     lengths = group.lengths
-    rows = [_memory_row(group, method, lengths) for method in group.runs]
+    rows = [_memory_row(group, method, lengths) for method in group.methods]
     columns = ["MiB", *(f"T={length:,}" for length in lengths), "bytes per token"]
     if group.example.family == DECODER:
         columns.append("× floor")
         least = floor(SHAPES[group.example.shape], getattr(torch, group.example.dtype)).total
         cells = [f"{least * length / 2**20:,.0f}" for length in lengths]
         rows.append(["floor", *cells, f"{least:,}", "1.0"])
-        for row, method in zip(rows, group.runs):
+        for row, method in zip(rows, group.methods):
             grown = slopes(group.points(method))
             row.append(f"{grown[-1] / least:.1f}" if grown else "")
     return table(columns, rows)
@@ -49,7 +49,7 @@ def _memory_row(group: Group, method: str, lengths: list[int]) -> list[str]:
 def longest_sequences(group: Group) -> str:
     """The longest sequence by method and budget."""
     rows = []
-    for method in group.runs:
+    for method in group.methods:
         points = group.points(method)
         found = [longest(points, budget * 2**30) for budget in BUDGETS_GIB]
         if None not in found:
@@ -120,7 +120,7 @@ def gradients(record: dict[str, Any]) -> str:
 def peak_ratios(group: Group) -> str:
     """Peaks of the others by ours."""
     rows = []
-    for method in group.runs:
+    for method in group.methods:
         cells = [group.ratio(method, OURS, length) for length in group.lengths]
         rows.append([method, *("" if cell is None else f"{cell:.1f}" for cell in cells)])
     return table(["× seqsplit", *(f"T={length:,}" for length in group.lengths)], rows)
