@@ -62,9 +62,10 @@ def checkpointed_chunked(
     return loss
 
 
-def tiled(model: Decoder, rows: int) -> Loss:
+def tiled(model: Decoder, rows: int, loss_chunk: int) -> Loss:
     """The same with MLPs that run ``rows`` positions at a time, each tile checkpointed again."""
-    return checkpointed_chunked(model, rows, layers=[_Tiled(layer, rows) for layer in model.layers])
+    layers = [_Tiled(layer, rows) for layer in model.layers]
+    return checkpointed_chunked(model, loss_chunk, layers=layers)
 
 
 def compiled_layers(model: Decoder, loss_chunk: int) -> Loss:

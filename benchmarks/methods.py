@@ -21,13 +21,13 @@ from .names import (
     TILED,
 )
 
-_BASELINES: dict[str, Callable[[Decoder, int], baselines.Loss]] = {
-    EAGER: lambda model, chunk: baselines.eager(model),
-    CHECKPOINTED: lambda model, chunk: baselines.checkpointed(model),
-    CHECKPOINTED_FULL: lambda model, chunk: baselines.checkpointed(model, early_stop=False),
-    CHUNKED: baselines.checkpointed_chunked,
+_BASELINES: dict[str, Callable[[Decoder, int, int], baselines.Loss]] = {
+    EAGER: lambda model, chunk, loss_chunk: baselines.eager(model),
+    CHECKPOINTED: lambda model, chunk, loss_chunk: baselines.checkpointed(model),
+    CHECKPOINTED_FULL: lambda model, chunk, loss_chunk: baselines.checkpointed(model, False),
+    CHUNKED: lambda model, chunk, loss_chunk: baselines.checkpointed_chunked(model, loss_chunk),
     TILED: baselines.tiled,
-    COMPILED: baselines.compiled_layers,
+    COMPILED: lambda model, chunk, loss_chunk: baselines.compiled_layers(model, loss_chunk),
 }
 # Schedules of ours, each a set of options; a version without an option does without its schedule.
 _OPTIONS = inspect.signature(seqsplit.compile).parameters
@@ -43,21 +43,25 @@ METHODS = (*_BASELINES, *SCHEDULES)
 GENERATED = (COMPILED,)
 
 
-def build(method: str, model: Decoder, chunk: int) -> tuple[baselines.Loss, Decoder]:
+def build(
+    method: str, model: Decoder, chunk: int, loss_chunk: int | None = None
+) -> tuple[baselines.Loss, Decoder]:
     """The loss function of a method, and the module whose parameters it trains.
 
     seqsplit compiles in place, so it gets a copy of the model; the others share it.
 
     Args:
-        chunk: positions per chunk of the layers (ours), of the MLP and of the loss.
+        chunk: positions per chunk of the layers (ours) and of the MLP.
+        loss_chunk: positions per chunk of the logits, ``chunk`` if ``None``.
 
     Raises:
         ValueError: there is no such method.
     """
+    loss_chunk = chunk if loss_chunk is None else loss_chunk
     if method in SCHEDULES:
-        sizes = {"chunk_size": chunk, "head_chunk_size": chunk}
+        sizes = {"chunk_size": chunk, "head_chunk_size": loss_chunk}
         compiled = seqsplit.compile(copy.deepcopy(model), **sizes, **SCHEDULES[method])
         return compiled, compiled
     if method in _BASELINES:
-        return _BASELINES[method](model, chunk), model
+        return _BASELINES[method](model, chunk, loss_chunk), model
     raise ValueError(f"unknown method {method!r}; one of {METHODS}")

@@ -52,7 +52,7 @@ class Case:
         shape: name of its sizes.
         method: name of the method.
         length: positions of the sequence.
-        chunk: positions per chunk.
+        chunk: positions per chunk of the layers.
         dtype: of the parameters.
         threads: CPU threads.
     """
@@ -64,6 +64,11 @@ class Case:
     chunk: int
     dtype: str = "float32"
     threads: int = 2
+
+    @property
+    def loss_chunk(self) -> int:
+        """Positions per chunk of logits, which are much wider: for all methods that have one."""
+        return max(self.chunk // 8, 64)
 
     @property
     def group(self) -> str:

@@ -24,6 +24,8 @@ backward, on CPU, batch 1, every measurement in a process of its own.
   a later step of gradient accumulation.
 - Peaks and FLOPs are those of a step whose matrix products and attention are skipped: their results
   are allocated and left as they are, which changes neither (`benchmarks/dry.py`).
+- *Chunk*: positions per chunk of the layers, and of a tiled MLP. Losses in chunks take an eighth of
+  it, with all methods; StreamBP takes 100, as its scripts do.
 - *FLOPs*: counted op by op, attention by the pairs of its mask ([measuring.md](measuring.md)). F is
   the layers' matrix products of one forward, A its causal attention.
 - *Time*: every method has a process and they take one step each in turn, so that what disturbs the

@@ -23,7 +23,7 @@ def subject(case: Case) -> Subject:
     shape = SHAPES[case.shape]
     if case.family == DECODER:
         model = make_model(shape, DTYPES[case.dtype], "cpu")
-        loss, trained = build(case.method, model, case.chunk)
+        loss, trained = build(case.method, model, case.chunk, case.loss_chunk)
     else:
         trained = llama(case)
 
@@ -43,7 +43,7 @@ def llama(case: Case) -> nn.Module:
     if case.method == CHECKPOINTED:
         return checkpointed(model)
     if case.method in SCHEDULES:
-        sizes = {"chunk_size": case.chunk, "head_chunk_size": case.chunk}
+        sizes = {"chunk_size": case.chunk, "head_chunk_size": case.loss_chunk}
         return seqsplit.compile(model, **sizes, **SCHEDULES[case.method])
     raise ValueError(f"no way to run {case.method!r} on this model")
 
