@@ -61,6 +61,10 @@ def test_no_case_of_a_set_is_there_twice(name):
     for case in plan.measures:
         assert case.shape in SHAPES
         assert Case.from_json(case.to_json()) == case
+    part = plan.only("llama")
+    assert part.measures and all(case.family == LLAMA for case in part.measures)
+    assert part.gradients == plan.gradients
+    assert part.races == [race for race in plan.races if race.cases[0].family == LLAMA]
 
 
 def test_ratios_are_taken_within_rounds():

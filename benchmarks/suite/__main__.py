@@ -25,10 +25,10 @@ def main() -> int:
     results = (CACHE if quick else RESULTS) / "suite.json"
     pages = CACHE if quick else ROOT / "docs"
     if not options.report:
-        begun = Store(CACHE / f"{options.set}.json")
+        begun = Store(CACHE / f"{' '.join([options.set, options.only]).strip()}.json")
         if options.restart:
             begun.clear()
-        Runner(screen, begun, options.limit_gib * 2**30).run(SETS[options.set]())
+        Runner(screen, begun, options.limit_gib * 2**30).run(SETS[options.set]().only(options.only))
         begun.merge_into(results)
     written, met = write_report(Store(results).records, pages, screen)
     screen.say(f"written: {', '.join(str(path.relative_to(ROOT)) for path in written)}")
@@ -43,6 +43,7 @@ def parse() -> argparse.Namespace:
             f"--{name}", dest="set", action="store_const", const=name, help=plan.__doc__
         )
     options.set_defaults(set="default")
+    options.add_argument("--only", default="", help="what has this in its name: 'llama', 'race'")
     options.add_argument("--restart", action="store_true", help="forget an interrupted run")
     options.add_argument("--report", action="store_true", help="measure nothing, write the report")
     options.add_argument(

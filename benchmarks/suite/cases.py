@@ -111,6 +111,14 @@ class Plan:
     gradients: list[Case] = field(default_factory=list)
     races: list[Race] = field(default_factory=list)
 
+    def only(self, text: str) -> Plan:
+        """The part of it that has a text in its keys."""
+        return Plan(
+            [case for case in self.measures if text in case.key],
+            self.gradients if any(text in case.key for case in self.gradients) else [],
+            [race for race in self.races if text in race.key],
+        )
+
     def measure(
         self, family: str, shape: str, chunk: int, lengths: dict[str, Sequence[int]], **more: str
     ) -> None:
