@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import common
 from benchmarks.batches import make_batch
-from benchmarks.dry import SkipProducts
+from benchmarks.dry import SkipArithmetic
 from benchmarks.floor import floor
 from benchmarks.flops import FlopCounter
 from benchmarks.methods import build
@@ -87,14 +87,14 @@ def test_a_batch_grows_as_its_sequences_together():
 
 
 @pytest.mark.parametrize("method", [CHUNKED, OURS])
-def test_a_step_without_its_products_needs_and_counts_the_same(method):
+def test_a_step_without_arithmetic_needs_and_counts_the_same(method):
     """Nor does it take part in anything else: the loss of a step after it is what it was."""
     model = common.make_model(SHAPE, torch.float32, "cpu")
     loss, trained = build(method, model, CHUNK)
     batch = make_batch(SHAPE, 640)
     expected = common.train_step(loss, trained, batch)
     found = []
-    for skipped in (contextlib.nullcontext(), SkipProducts()):
+    for skipped in (contextlib.nullcontext(), SkipArithmetic()):
         trained.zero_grad(set_to_none=True)
         with skipped, track_memory() as memory, FlopCounter() as counter:
             common.train_step(loss, trained, batch)

@@ -22,8 +22,8 @@ backward, on CPU, batch 1, every measurement in a process of its own.
 
 - *Peak*: tracked bytes above what was alive before the step. Weights and their gradients are: it is
   a later step of gradient accumulation.
-- Peaks and FLOPs are those of a step whose matrix products and attention are skipped: their results
-  are allocated and left as they are, which changes neither (`benchmarks/dry.py`).
+- Peaks and FLOPs are those of a step without arithmetic: results are allocated and left as they
+  are, which changes neither (`benchmarks/dry.py`).
 - *Chunk*: positions per chunk of the layers, and of a tiled MLP. Losses in chunks take an eighth of
   it, with all methods; StreamBP takes 100, as its scripts do.
 - *FLOPs*: counted op by op, attention by the pairs of its mask ([measuring.md](measuring.md)). F is

@@ -14,6 +14,7 @@ from ..methods import METHODS
 from .cases import ELSEWHERE, Case, Plan, Race
 from .figures import Point, expected_bytes
 from .process import Worker, WorkerError, python_for
+from .serve import WARM_UP
 from .store import Store
 
 GRADIENTS = "gradients"
@@ -132,10 +133,9 @@ class Runner:
                 case.method: stack.enter_context(Worker(case, python_for(case)))
                 for case in race.cases
             }
-            # What compiling takes: the first step, of two chunks, less another.
-            short = 2 * race.cases[0].chunk
+            # What compiling takes: the first step less another like it.
             compile_s = {
-                method: worker.ready["first"]["seconds"] - worker.ask("time", short)["seconds"]
+                method: worker.ready["first"]["seconds"] - worker.ask("time", WARM_UP)["seconds"]
                 for method, worker in workers.items()
             }
             methods = list(workers)

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..dry import SkipProducts
+from ..dry import SkipArithmetic
 from ..flops import FlopCounter
 from .cases import Case
 
 ANSWER = "@ "
+WARM_UP = 512  # positions of the first step, which compiles
 _POINTS = 200  # kept of a timeline
 _MEMORY = Path(__file__).resolve().parents[2] / "seqsplit" / "memory.py"
 
@@ -46,14 +47,14 @@ class Subject:
 
 
 def serve(case: Case, build: Callable[[Case], Subject]) -> None:
-    """Build, take a first step of two chunks, say so, and answer until there are no more commands.
+    """Build, take a first, short step, say so, and answer until there are no more commands.
 
     Commands, each followed by a length: ``measure`` (memory and FLOPs of a step), ``time`` (a
     step), ``gradients`` (those of a step, saved at a path as a list in the parameters' order).
     """
     torch.set_num_threads(case.threads)
     subject = build(case)
-    first = _timed(subject, 2 * case.chunk)
+    first = _timed(subject, WARM_UP)
     _answer({"first": first, "versions": _versions()})
     for line in sys.stdin:
         command, length, *arguments = line.strip().split(maxsplit=2)
@@ -61,7 +62,7 @@ def serve(case: Case, build: Callable[[Case], Subject]) -> None:
 
 
 def _measure(subject: Subject, length: int) -> dict[str, Any]:
-    """Memory and FLOPs, which do not depend on values: without the products, where those can be
+    """Memory and FLOPs, which do not depend on values: without arithmetic, where those can be
     seen. Gradients exist already: a peak is what a step needs beyond weights and gradients.
     """
     _clear(subject)
@@ -71,7 +72,7 @@ def _measure(subject: Subject, length: int) -> dict[str, Any]:
         with memory:
             subject.step(length)
     else:
-        with SkipProducts(), memory, counter:
+        with SkipArithmetic(), memory, counter:
             subject.step(length)
     return {
         "peak_bytes": memory.peak_bytes,
@@ -125,7 +126,7 @@ def _trained(subject: Subject) -> list[nn.Parameter]:
 def _thinned(timeline: list[tuple[float, int]]) -> list[tuple[float, int]]:
     """The highest point of each of some intervals, as (share of the step's events, bytes).
 
-    By events and not by seconds, which mean nothing in a step without its products.
+    By events and not by seconds, which mean nothing in a step without arithmetic.
     """
     highest: dict[int, int] = {}
     for event, (_, live) in enumerate(timeline):
