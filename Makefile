@@ -1,6 +1,7 @@
 # make demo   train two small decoders on real text in three ways, compare memory and time
 # make test   run the tests
-# make bench  measure memory growth, FLOPs, compile time and step time on this machine's CPU
+# make bench  compare memory, FLOPs and time with other methods, write docs/performance.md
+# make streambp  install StreamBP and the versions it pins, for make bench to compare with
 # make coverage  try every causal LM of the transformers catalogue, write docs/coverage.md
 # make objectives  measure every training objective, write docs/objectives.md
 # make trainers  measure memory inside trainers, write docs/trainers.md
@@ -20,13 +21,15 @@ GPU_PYTHON ?= python3
 WORKERS ?= 2
 PYTEST_ARGS ?=
 TESTS ?= tests
-BENCHMARKS ?= memory_growth flop_count compile_time step_time
+BENCH ?= --default
 
 VENV := .venv
 VENV_PYTHON := $(CURDIR)/$(VENV)/bin/python
 SITE := .cache/site
+STREAMBP := .cache/streambp
 
-.PHONY: help demo test bench coverage objectives trainers planning outside fuzz gpu lint clean
+.PHONY: help demo test bench streambp coverage objectives trainers planning outside fuzz gpu lint
+.PHONY: clean
 .DELETE_ON_ERROR:
 .PRECIOUS: $(VENV)/.installed-%
 
@@ -39,10 +42,19 @@ demo: $(VENV)/.installed-demo
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n $(WORKERS) $(TESTS) $(PYTEST_ARGS)
 
-bench: $(VENV)/.installed-test
+# For more or less: make bench BENCH=--full, make bench BENCH=--quick.
+bench: $(VENV)/.installed-dev
 	status=0; \
-	for name in $(BENCHMARKS); do $(VENV_PYTHON) -m benchmarks.$$name || status=1; done; \
+	$(VENV_PYTHON) -m benchmarks.compile_time || status=1; \
+	$(VENV_PYTHON) -m benchmarks.suite $(BENCH) || status=1; \
 	exit $$status
+
+streambp: $(STREAMBP)/.installed
+
+$(STREAMBP)/.installed: benchmarks/suite/streambp.txt
+	$(PYTHON) -m venv $(STREAMBP)
+	$(STREAMBP)/bin/python -m pip install -r $<
+	@touch $@
 
 coverage: $(VENV)/.installed-test
 	$(VENV_PYTHON) -m benchmarks.catalogue --workers $(WORKERS)

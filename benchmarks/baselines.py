@@ -2,18 +2,19 @@
 
 All of them compute the same loss. ``checkpointed_chunked`` is the usual way to train on long
 sequences today: per-layer checkpointing, fused causal attention, a loss that never holds all
-logits.
+logits. ``tiled`` runs the MLP in pieces as well, as the Mini-Sequence Transformer does
+(arXiv 2407.15892); ``compiled_layers`` leaves each layer to torch's own compiler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from .models import Decoder, shifted_loss
+from .models import Decoder, Layer, Tables, shifted_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -33,28 +34,69 @@ def checkpointed(model: Decoder, early_stop: bool = True) -> Loss:
     """
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
-        return shifted_loss(model.head(_hidden(model, tokens, early_stop)), labels)
+        hidden = _hidden(model, model.layers, tokens, early_stop)
+        return shifted_loss(model.head(hidden), labels)
 
     return loss
 
 
-def checkpointed_chunked(model: Decoder, loss_chunk: int = 512, early_stop: bool = True) -> Loss:
-    """Per-layer checkpointing as above, and the loss over ``loss_chunk`` positions at a time."""
+def checkpointed_chunked(
+    model: Decoder,
+    loss_chunk: int = 512,
+    early_stop: bool = True,
+    layers: Sequence[Callable[[Tensor, Tables], Tensor]] | None = None,
+) -> Loss:
+    """Per-layer checkpointing as above, and the loss over ``loss_chunk`` positions at a time.
+
+    Args:
+        layers: what is run in place of the model's layers.
+    """
+    used = model.layers if layers is None else layers
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
         # The last position has no target: ignoring it spares a copy of all hidden states.
         targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        hidden = _hidden(model, tokens, early_stop)
+        hidden = _hidden(model, used, tokens, early_stop)
         return chunked_cross_entropy(hidden, model.head.weight, targets, loss_chunk)
 
     return loss
 
 
-def _hidden(model: Decoder, tokens: Tensor, early_stop: bool) -> Tensor:
-    x, rotary = model.begin(tokens)
+def tiled(model: Decoder, rows: int, loss_chunk: int) -> Loss:
+    """The same with MLPs that run ``rows`` positions at a time, each tile checkpointed again."""
+    layers = [_Tiled(layer, rows) for layer in model.layers]
+    return checkpointed_chunked(model, loss_chunk, layers=layers)
+
+
+def compiled_layers(model: Decoder, loss_chunk: int) -> Loss:
+    """Checkpointing with a chunked loss, and every layer compiled by torch.compile."""
+    layers = [torch.compile(layer, dynamic=True) for layer in model.layers]
+    return checkpointed_chunked(model, loss_chunk, layers=layers)
+
+
+class _Tiled:
+    def __init__(self, layer: Layer, rows: int) -> None:
+        self._layer, self._rows = layer, rows
+
+    def __call__(self, x: Tensor, tables: Tables) -> Tensor:
+        x = x + self._layer.attention(self._layer.attention_norm(x), tables)
+        tiles = x.split(self._rows, dim=1)
+        return torch.cat([checkpoint(self._mlp, tile, use_reentrant=False) for tile in tiles], 1)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return x + self._layer.mlp(self._layer.mlp_norm(x))
+
+
+def _hidden(
+    model: Decoder,
+    layers: Sequence[Callable[[Tensor, Tables], Tensor]] | nn.ModuleList,
+    tokens: Tensor,
+    early_stop: bool,
+) -> Tensor:
+    x, tables = model.begin(tokens)
     with set_checkpoint_early_stop(early_stop):
-        for layer in model.layers:
-            x = checkpoint(layer, x, rotary, use_reentrant=False)
+        for layer in layers:
+            x = checkpoint(layer, x, tables, use_reentrant=False)
     return model.norm(x)
 
 

@@ -1,9 +1,8 @@
-"""What the scripts share: models and methods by name, progress and tables, result files."""
+"""What the scripts share: models and steps, options, progress and tables, result files."""
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import platform
 import time
@@ -15,53 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import seqsplit
-
-from . import baselines
+from .baselines import Loss
 from .models import SHAPES, Decoder, DecoderShape
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
-EAGER = "eager"
-CHECKPOINTED = "checkpointing"
-CHUNKED = "checkpointing + chunked loss"
-OURS = "seqsplit"
-METHODS = (EAGER, CHECKPOINTED, CHUNKED, OURS)
 
-
-def build(
-    method: str, model: Decoder, chunk: int, *, early_stop: bool = True
-) -> tuple[baselines.Loss, Decoder]:
-    """The loss function of a method, and the module whose parameters it trains.
-
-    seqsplit compiles in place, so it gets a copy of the model; the others share it.
-    """
-    if method == EAGER:
-        return baselines.eager(model), model
-    if method == CHECKPOINTED:
-        return baselines.checkpointed(model, early_stop), model
-    if method == CHUNKED:
-        return baselines.checkpointed_chunked(model, chunk, early_stop), model
-    if method == OURS:
-        compiled = seqsplit.compile(copy.deepcopy(model), chunk_size=chunk, head_chunk_size=chunk)
-        return compiled, compiled
-    raise ValueError(f"unknown method {method!r}; one of {METHODS}")
-
-
-def make_batch(
-    shape: DecoderShape, length: int, batch: int = 1, device: str = "cpu", seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Random tokens and labels, int64 ``[batch, length]``, the first labels ignored."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(shape.vocab, (batch, length), generator=generator)
-    labels = tokens.clone()
-    labels[:, : length // 16] = -100
-    return tokens.to(device), labels.to(device)
-
-
-def train_step(loss: baselines.Loss, trained: Decoder, batch: tuple[Tensor, Tensor]) -> float:
+def train_step(loss: Loss, trained: Decoder, batch: tuple[Tensor, Tensor]) -> float:
     """One forward and backward from cleared gradients; returns the loss."""
     trained.zero_grad(set_to_none=True)
     value = loss(*batch)

@@ -32,10 +32,13 @@ import seqsplit
 from seqsplit.memory import track_memory
 
 from . import baselines, common
+from .batches import make_batch
 from .floor import floor
 from .flops import FlopCounter
 from .kernels import check_kernels
+from .methods import build
 from .models import SHAPES, Decoder
+from .names import CHUNKED, OURS
 
 # Allowed error of our gradients as a multiple of eager's own error in the same type: of all
 # gradients taken together, and of the worst parameter. A small parameter's error is a matter of
@@ -136,7 +139,7 @@ def decoder_case(device: str, grouped: bool) -> tuple[nn.Module, Callable[[nn.Mo
     if not grouped:
         shape = dataclasses.replace(shape, kv_heads=shape.heads)
     model = common.make_model(shape, torch.float64, device)
-    tokens, labels = common.make_batch(shape, 257, batch=2, device=device)
+    tokens, labels = make_batch(shape, 257, batch=2, device=device)
     return model, lambda module: module(tokens, labels)
 
 
@@ -155,7 +158,7 @@ def qwen3_case(device: str, grouped: bool) -> tuple[nn.Module, Callable[[nn.Modu
         attn_implementation="sdpa",
     )
     model = Qwen3ForCausalLM(config).to(device, torch.float64).train()
-    tokens, labels = common.make_batch(SHAPES["tiny"], 257, batch=2, device=device)
+    tokens, labels = make_batch(SHAPES["tiny"], 257, batch=2, device=device)
     return model, lambda module: module(input_ids=tokens, labels=labels, use_cache=False).loss
 
 
@@ -228,14 +231,12 @@ def error_cells(error: dict[str, float]) -> list[str]:
 def comparison(screen: common.Screen, options: argparse.Namespace, budget: Budget) -> dict:
     shape, dtype = SHAPES[options.shape], common.DTYPES[options.dtype]
     model = common.make_model(shape, dtype, options.device)
-    methods = {
-        name: common.build(name, model, options.chunk) for name in (common.OURS, common.CHUNKED)
-    }
+    methods = {name: build(name, model, options.chunk) for name in (OURS, CHUNKED)}
     results: dict[int, dict] = {}
     expected = 0.0
     with screen.progress("comparison", 1 + len(options.lengths)) as begin:
         begin("compiling")
-        short = common.make_batch(shape, 2 * options.chunk, options.batch, options.device)
+        short = make_batch(shape, 2 * options.chunk, options.batch, options.device)
         for loss, trained in methods.values():
             common.train_step(loss, trained, short)
         for length in options.lengths:
@@ -244,7 +245,7 @@ def comparison(screen: common.Screen, options: argparse.Namespace, budget: Budge
                 screen.say(f"skipped for lack of time: T={length}")
                 continue
             start = time.perf_counter()
-            batch = common.make_batch(shape, length, options.batch, options.device)
+            batch = make_batch(shape, length, options.batch, options.device)
             found = results[length] = {}
             for name, (loss, trained) in methods.items():
                 common.train_step(loss, trained, batch)  # warm-up
@@ -255,7 +256,7 @@ def comparison(screen: common.Screen, options: argparse.Namespace, budget: Budge
                 pairs.append({n: step_seconds(*methods[n], batch, options.device) for n in order})
             for name in methods:
                 found[name]["seconds"] = statistics.median(pair[name] for pair in pairs)
-            ratios = [pair[common.OURS] / pair[common.CHUNKED] for pair in pairs]
+            ratios = [pair[OURS] / pair[CHUNKED] for pair in pairs]
             found["time_ratio"] = statistics.median(ratios)
             found["time_ratios"] = ratios
             # Attention makes the next length cost up to four times as much, where it doubles.
@@ -277,7 +278,7 @@ def comparison(screen: common.Screen, options: argparse.Namespace, budget: Budge
                 common.mib(found[name]["peak_bytes"]),
                 f"{found[name].get('bytes_per_token', float('nan')):,.0f}",
                 f"{found[name]['seconds']:.3f} s",
-                f"{found['time_ratio']:.3f}" if name == common.OURS else "",
+                f"{found['time_ratio']:.3f}" if name == OURS else "",
             ]
             for length, found in results.items()
             for name in methods
@@ -314,13 +315,13 @@ def longest(screen: common.Screen, options: argparse.Namespace, budget: Budget) 
     """Lengths that fit: doubled until one does not, then the middle between the last two."""
     shape, dtype = SHAPES[options.shape], common.DTYPES[options.dtype]
     results = {}
-    methods = (common.CHUNKED, common.OURS)
+    methods = (CHUNKED, OURS)
     share = budget.left / len(methods)
     with screen.progress("longest", 8 * len(methods)) as begin, MemoryLimit(options):
         for index, name in enumerate(methods):
             reserved = share * (len(methods) - 1 - index)  # for the methods that follow
             model = common.make_model(shape, dtype, options.device)
-            if name == common.OURS:
+            if name == OURS:
                 loss = seqsplit.compile(
                     model, chunk_size=options.chunk, head_chunk_size=options.chunk
                 )
@@ -396,7 +397,7 @@ def try_length(
     loss: baselines.Loss, model: Decoder, length: int, options: argparse.Namespace
 ) -> float | None:
     """Seconds of one step at ``length``, or None where it does not fit."""
-    batch = common.make_batch(SHAPES[options.shape], length, options.batch, options.device)
+    batch = make_batch(SHAPES[options.shape], length, options.batch, options.device)
     if not options.device.startswith("cuda"):  # nothing runs out: hold the peak to the limit
         start = time.perf_counter()
         peak = peak_of(loss, model, batch, options.device)

@@ -1,4 +1,7 @@
-"""A plain decoder to measure with: grouped attention, rotary positions, gated MLP, loss inside."""
+"""A plain decoder to measure with: grouped attention, rotary positions, gated MLP, loss inside.
+
+By its shape every other layer attends within a window only, or the MLP is a mixture of experts.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .experts import Mixture
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,9 @@ class DecoderShape:
         vocab: size of the vocabulary.
         norm: ``"rms"`` or ``"layer"``.
         tied: whether the head shares its weight with the embedding.
+        window: positions, its own included, that a query of layers 0, 2, ... sees; ``None``: all.
+        experts: gated MLPs of width ``ff`` per layer, two of which each token goes through; 0: one
+            MLP for all tokens.
     """
 
     d: int = 512
@@ -32,6 +40,8 @@ class DecoderShape:
     vocab: int = 32_000
     norm: str = "rms"
     tied: bool = False
+    window: int | None = None
+    experts: int = 0
 
     def __post_init__(self) -> None:
         if self.d % self.heads or self.heads % self.kv_heads:
@@ -50,38 +60,51 @@ class DecoderShape:
 
     @property
     def layer_weights(self) -> int:
-        """Elements of one layer's matrices: FLOPs per token of one forward are twice as many."""
-        return self.d * (2 * self.d + 2 * self.kv) + 3 * self.d * self.ff
-
-    @property
-    def parameters(self) -> int:
-        """Elements of all matrices."""
-        heads = 1 if self.tied else 2
-        return self.layers * self.layer_weights + heads * self.vocab * self.d
+        """Elements of the matrices of one layer that a token meets: its FLOPs in one forward are
+        twice as many."""
+        mlps = 2 if self.experts else 1
+        return self.d * (2 * self.d + 2 * self.kv + self.experts) + mlps * 3 * self.d * self.ff
 
 
 SHAPES = {
     "small": DecoderShape(),
     "tiny": DecoderShape(d=128, layers=4, heads=8, kv_heads=2, ff=352, vocab=1000),
     "1b": DecoderShape(d=2048, layers=16, heads=32, kv_heads=8, ff=8192, vocab=128_256, tied=True),
+    # Four of one size, to see what their differences do.
+    "mha": DecoderShape(d=256, layers=4, heads=4, kv_heads=4, ff=704, vocab=8000),
+    "tied": DecoderShape(d=256, layers=4, heads=4, kv_heads=2, ff=704, vocab=8000, tied=True),
+    "window": DecoderShape(d=256, layers=4, heads=4, kv_heads=2, ff=704, vocab=8000, window=256),
+    "moe": DecoderShape(d=256, layers=4, heads=4, kv_heads=2, ff=352, vocab=8000, experts=8),
 }
+
+# What every layer reads: cosines and sines [T, head_dim / 2] of the rotary angles, and the band
+# [T, T] of the windowed layers, where there are any.
+Tables = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: DecoderShape) -> None:
+    def __init__(self, shape: DecoderShape, windowed: bool = False) -> None:
         super().__init__()
-        self.heads, self.kv_heads = shape.heads, shape.kv_heads
+        self.heads, self.kv_heads, self.windowed = shape.heads, shape.kv_heads, windowed
         self.q = nn.Linear(shape.d, shape.d, bias=False)
         self.k = nn.Linear(shape.d, shape.kv, bias=False)
         self.v = nn.Linear(shape.d, shape.kv, bias=False)
         self.out = nn.Linear(shape.d, shape.d, bias=False)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, tables: Tables) -> Tensor:
+        cos, sin, band = tables
+        rotary = cos, sin
         q = rotate(self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2), rotary)
         k = rotate(self.k(x).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2), rotary)
         v = self.v(x).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
-        grouped = self.heads != self.kv_heads
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        mixed = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=band if self.windowed else None,
+            is_causal=not self.windowed,
+            enable_gqa=self.heads != self.kv_heads,
+        )
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -97,13 +120,14 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, shape: DecoderShape) -> None:
+    def __init__(self, shape: DecoderShape, windowed: bool = False) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = make_norm(shape), make_norm(shape)
-        self.attention, self.mlp = Attention(shape), MLP(shape)
+        self.attention = Attention(shape, windowed)
+        self.mlp = Mixture(shape.d, shape.ff, shape.experts) if shape.experts else MLP(shape)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary)
+    def forward(self, x: Tensor, tables: Tables) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), tables)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -111,14 +135,18 @@ class Decoder(nn.Module):
     """``forward(tokens)`` gives logits; ``forward(tokens, labels)`` the mean loss alone.
 
     Tokens and labels are int64 ``[batch, T]``. Labels are shifted inside: position t is asked for
-    ``labels[:, t + 1]``, and -100 is ignored. No mask is passed anywhere: attention is causal.
+    ``labels[:, t + 1]``, and -100 is ignored. Causal attention gets no mask; a window is a mask of
+    booleans that all windowed layers share.
     """
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocab, shape.d)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(
+            Layer(shape, windowed=shape.window is not None and index % 2 == 0)
+            for index in range(shape.layers)
+        )
         self.norm = make_norm(shape)
         self.head = nn.Linear(shape.d, shape.vocab, bias=False)
         for parameter in self.parameters():
@@ -127,15 +155,17 @@ class Decoder(nn.Module):
         if shape.tied:
             self.head.weight = self.embedding.weight
 
-    def begin(self, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Embedded tokens ``[batch, T, d]`` and the rotary tables every layer reads."""
-        x = self.embedding(tokens)
-        return x, rotary_tables(tokens.shape[1], self.shape.head_dim, x.dtype, x.device)
+    def begin(self, tokens: Tensor) -> tuple[Tensor, Tables]:
+        """Embedded tokens ``[batch, T, d]`` and the tables that every layer reads."""
+        x, length = self.embedding(tokens), tokens.shape[1]
+        cos, sin = rotary_tables(length, self.shape.head_dim, x.dtype, x.device)
+        window = self.shape.window
+        return x, (cos, sin, None if window is None else band(length, window, x.device))
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        x, rotary = self.begin(tokens)
+        x, tables = self.begin(tokens)
         for layer in self.layers:
-            x = layer(x, rotary)
+            x = layer(x, tables)
         logits = self.head(self.norm(x))
         return logits if labels is None else shifted_loss(logits, labels)
 
@@ -152,6 +182,13 @@ def rotary_tables(
     positions = torch.arange(length, device=device, dtype=torch.float32)
     angles = torch.outer(positions, 10_000.0**-steps)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def band(length: int, window: int, device: torch.device) -> Tensor:
+    """Which keys a query sees, bool ``[T, T]``: itself and the ``window - 1`` positions before."""
+    positions = torch.arange(length, device=device)
+    distance = positions[:, None] - positions
+    return (distance >= 0) & (distance < window)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

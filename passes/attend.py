@@ -116,13 +116,21 @@ def attend(facts: Facts, examples: Sequence[Any] = ()) -> Reads:
                 read = _of_bias(bands.of(node.args[0]), dim)
                 if read.span is not None:
                     reads.zero_beyond[node] = {dim: read.span}
-        elif node.target in STENCILS | SCANS.keys() and node in facts.stream:
+        elif node in facts.stream and _mixes_lightly(facts, node):
             reads.mixers.append(node)
             reads.light.add(node)
         else:
             _carry_zeros(facts, reads, node)
     reads.assumptions = list(bands.assumptions)
     return reads
+
+
+def _mixes_lightly(facts: Facts, node: fx.Node) -> bool:
+    """Whether a node is a stencil, or a scan along the sequence (and not, say, along experts)."""
+    if node.target in SCANS:
+        along = facts.shape(node)[node.args[1] % node.meta["val"].ndim]
+        return facts.sequence in along.free_symbols
+    return node.target in STENCILS
 
 
 def _fused(facts: Facts, bands: Bands, node: fx.Node) -> Read:

@@ -1,12 +1,19 @@
 """Memory of a streamed step grows with the sequence as the floor says, and nothing is square."""
 
+import contextlib
+
 import pytest
 import torch
 
 from benchmarks import common
+from benchmarks.batches import make_batch
+from benchmarks.dry import SkipArithmetic
 from benchmarks.floor import floor
-from benchmarks.memory_growth import expected_bytes, slopes
+from benchmarks.flops import FlopCounter
+from benchmarks.methods import build
 from benchmarks.models import SHAPES
+from benchmarks.names import CHECKPOINTED, CHUNKED, EAGER, OURS
+from benchmarks.suite.figures import expected_bytes, longest, slopes
 from seqsplit.memory import track_memory
 
 SHAPE = SHAPES["tiny"]
@@ -15,12 +22,13 @@ CHUNK = 128
 
 
 def measure(method: str, lengths: tuple[int, ...], batch_size: int = 1) -> list[dict]:
+    """A step at each length: its peak, and the largest allocation."""
     model = common.make_model(SHAPE, torch.float32, "cpu")
-    loss, trained = common.build(method, model, CHUNK)
-    common.train_step(loss, trained, common.make_batch(SHAPE, 2 * CHUNK, batch_size))  # compiles
+    loss, trained = build(method, model, CHUNK)
+    common.train_step(loss, trained, make_batch(SHAPE, 2 * CHUNK, batch_size))  # compiles
     runs = []
     for length in lengths:
-        batch = common.make_batch(SHAPE, length, batch_size)
+        batch = make_batch(SHAPE, length, batch_size)
         trained.zero_grad(set_to_none=True)
         with track_memory() as memory:
             common.train_step(loss, trained, batch)
@@ -37,7 +45,7 @@ def measure(method: str, lengths: tuple[int, ...], batch_size: int = 1) -> list[
 
 @pytest.fixture(scope="module")
 def streamed() -> list[dict]:
-    return measure(common.OURS, LENGTHS)
+    return measure(OURS, LENGTHS)
 
 
 def test_the_floor_by_hand():
@@ -51,17 +59,19 @@ def test_the_floor_by_hand():
 
 
 def test_slopes_and_what_they_foretell():
-    runs = [{"length": n, "peak_bytes": 1000 + 7 * n} for n in (10, 20, 40)]
+    runs = [(n, 1000 + 7 * n) for n in (10, 20, 40)]
     assert slopes(runs) == [7.0, 7.0]
     assert expected_bytes(runs, 80) == 1000 + 7 * 80
     assert expected_bytes(runs[:1], 20) == 2 * 1070
     assert expected_bytes([], 80) == 0
+    assert longest(runs, 1000 + 7 * 80) == 80
+    assert longest(runs[:1], 10_000) is None
 
 
 def test_growth_is_at_most_1_15_times_the_floor(streamed):
     least = floor(SHAPE, torch.float32).total
     assert len(streamed) == len(LENGTHS)
-    for slope in slopes(streamed):
+    for slope in slopes(points(streamed)):
         assert slope <= 1.15 * least
 
 
@@ -70,10 +80,31 @@ def test_nothing_is_of_size_t_by_t_or_t_by_vocabulary(streamed):
 
 
 def test_a_batch_grows_as_its_sequences_together():
-    runs = measure(common.OURS, (1024, 2048), batch_size=2)
-    (slope,) = slopes(runs)
+    runs = measure(OURS, (1024, 2048), batch_size=2)
+    (slope,) = slopes(points(runs))
     assert slope <= 1.15 * 2 * floor(SHAPE, torch.float32).total
     check_largest(runs[-1], rows=2 * 2048)
+
+
+@pytest.mark.parametrize("method", [CHUNKED, OURS])
+def test_a_step_without_arithmetic_needs_and_counts_the_same(method):
+    """Nor does it take part in anything else: the loss of a step after it is what it was."""
+    model = common.make_model(SHAPE, torch.float32, "cpu")
+    loss, trained = build(method, model, CHUNK)
+    batch = make_batch(SHAPE, 640)
+    expected = common.train_step(loss, trained, batch)
+    found = []
+    for skipped in (contextlib.nullcontext(), SkipArithmetic()):
+        trained.zero_grad(set_to_none=True)
+        with skipped, track_memory() as memory, FlopCounter() as counter:
+            common.train_step(loss, trained, batch)
+        found.append((memory.peak_bytes, memory.largest_bytes, counter.by_op))
+    assert found[0] == found[1]
+    assert common.train_step(loss, trained, batch) == expected
+
+
+def points(runs: list[dict]) -> list[tuple[int, int]]:
+    return [(run["length"], run["peak_bytes"]) for run in runs]
 
 
 def check_largest(run: dict, rows: int) -> None:
@@ -89,8 +120,8 @@ def test_the_baselines_grow_faster():
     """The measure tells methods apart: checkpointing is above the floor by far, eager by more."""
     least = floor(SHAPE, torch.float32).total
     lengths = (512, 1024)
-    (checkpointed,) = slopes(measure(common.CHUNKED, lengths))
-    (whole_loss,) = slopes(measure(common.CHECKPOINTED, lengths))
-    (eager,) = slopes(measure(common.EAGER, lengths))
+    (checkpointed,) = slopes(points(measure(CHUNKED, lengths)))
+    (whole_loss,) = slopes(points(measure(CHECKPOINTED, lengths)))
+    (eager,) = slopes(points(measure(EAGER, lengths)))
     assert 2 * least < checkpointed <= whole_loss < eager
     assert eager > 8 * least

@@ -9,6 +9,7 @@ from torch import nn
 
 import seqsplit
 from benchmarks import common
+from benchmarks.batches import make_batch
 from benchmarks.models import Decoder, DecoderShape
 from seqsplit import Schedule, cli
 from seqsplit.errors import InvalidOptionError
@@ -42,10 +43,10 @@ def test_the_predicted_peak_is_the_tracked_one(shape):
     }
     for name, schedule in SCHEDULES.items():
         mine = seqsplit.compile(copy.deepcopy(model), schedule=schedule, **OPTIONS)
-        common.train_step(mine, mine, common.make_batch(SHAPES[shape], 128))
+        common.train_step(mine, mine, make_batch(SHAPES[shape], 128))
         for length, plan in plans.items():
             (choice,) = (choice for choice in plan.choices if choice.name == name)
-            batch = common.make_batch(SHAPES[shape], length)
+            batch = make_batch(SHAPES[shape], length)
             mine.zero_grad(set_to_none=True)
             with seqsplit.track_memory() as memory:
                 common.train_step(mine, mine, batch)

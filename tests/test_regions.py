@@ -56,6 +56,18 @@ def sorted_groups(tokens, weight, chosen, up, down):
     return torch.zeros_like(tokens).index_add(0, token, shares)
 
 
+def counted_groups(tokens, weight, chosen, up, down):
+    """The same with groups told by their ends: a sum over experts that is no scan over tokens."""
+    ends = F.one_hot(chosen.flatten(), EXPERTS).sum(0).cumsum(0)
+    places = torch.arange(chosen.numel(), device=tokens.device)
+    order = chosen.flatten().argsort(stable=True)
+    which = (places[:, None] >= ends).sum(-1)
+    hidden = torch.einsum("nd,ndh->nh", tokens[order // CHOSEN], up[which]).relu()
+    shares = torch.einsum("nh,nhd->nd", hidden, down[which])
+    shares = shares * weight.flatten()[order][:, None]
+    return torch.zeros_like(tokens).index_add(0, order // CHOSEN, shares)
+
+
 def gathered_weights(tokens, weight, chosen, up, down):
     """Every token's pair of experts as matrices of its own."""
     places = torch.arange(tokens.shape[0], device=tokens.device)
@@ -88,7 +100,7 @@ def with_capacity(tokens, weight, chosen, up, down):
     return loop_over_experts(tokens, weight * kept, chosen, up, down)
 
 
-SEPARABLE = [sorted_groups, gathered_weights, one_hot, loop_over_experts]
+SEPARABLE = [sorted_groups, counted_groups, gathered_weights, one_hot, loop_over_experts]
 
 
 class Sparse(nn.Module):

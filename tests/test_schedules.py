@@ -11,6 +11,7 @@ from torch import nn
 
 import seqsplit
 from benchmarks import common
+from benchmarks.batches import make_batch
 from benchmarks.floor import floor
 from benchmarks.flops import FlopCounter
 from benchmarks.models import DecoderShape
@@ -43,7 +44,7 @@ def expected(model):
 
 
 def gradients(model, run, batch=None):
-    batch = batch or common.make_batch(SHAPE, 37, 2)
+    batch = batch or make_batch(SHAPE, 37, 2)
     run.zero_grad(set_to_none=True)
     loss = run(*batch)
     loss.backward()
@@ -120,7 +121,7 @@ def test_dropout_is_drawn_once(name):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_graph_that_is_kept_is_differentiated_twice(model, expected, name):
     mine = compiled(model, SCHEDULES[name])
-    loss = mine(*common.make_batch(SHAPE, 37, 2))
+    loss = mine(*make_batch(SHAPE, 37, 2))
     loss.backward(retain_graph=True)
     mine.zero_grad(set_to_none=True)
     loss.backward()
@@ -133,7 +134,7 @@ def test_a_graph_that_is_kept_is_differentiated_twice(model, expected, name):
 def test_nothing_outlives_the_backward(model, name):
     mine = compiled(model, SCHEDULES[name])
     gradients(model, mine)
-    batch = common.make_batch(SHAPE, 37, 2)
+    batch = make_batch(SHAPE, 37, 2)
     mine.zero_grad(set_to_none=True)
     gc.disable()
     try:
@@ -151,7 +152,7 @@ def test_frozen_layers_and_an_unfinished_backward(model):
     frozen = copy.deepcopy(model)
     for parameter in [*frozen.embedding.parameters(), *frozen.layers[:3].parameters()]:
         parameter.requires_grad_(False)
-    batch = common.make_batch(SHAPE, 37, 2)
+    batch = make_batch(SHAPE, 37, 2)
     frozen(*batch).backward()
     for schedule in (SCHEDULES["3 forwards"], SCHEDULES["all"]):
         mine = compiled(frozen, schedule)
@@ -222,7 +223,7 @@ def test_unequal_layers_store_what_is_small():
 
 def test_flops_are_those_that_the_schedule_says(model):
     def flops(schedule):
-        mine, batch = compiled(model, schedule), common.make_batch(SHAPE, 96, 1)
+        mine, batch = compiled(model, schedule), make_batch(SHAPE, 96, 1)
         gradients(model, mine, batch)
         with FlopCounter() as counter:
             gradients(model, mine, batch)
@@ -253,7 +254,7 @@ def growth():
         mine = compiled(model, schedule, chunk_size=64, head_chunk_size=64)
         peaks = []
         for length in (128, 512, 1024):
-            batch = common.make_batch(shape, length, 1)
+            batch = make_batch(shape, length, 1)
             mine.zero_grad(set_to_none=True)
             with seqsplit.track_memory() as memory:
                 common.train_step(mine, mine, batch)

@@ -1,0 +1,68 @@
+"""Methods by name: ways to compute the loss of a decoder and its gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import seqsplit
+from seqsplit import Schedule
+
+from . import baselines
+from .models import Decoder
+from .names import (
+    CHECKPOINTED,
+    CHECKPOINTED_FULL,
+    CHUNKED,
+    COMPILED,
+    EAGER,
+    KEPT,
+    OURS,
+    THREE,
+    TILED,
+)
+
+_BASELINES: dict[str, Callable[[Decoder, int, int], baselines.Loss]] = {
+    EAGER: lambda model, chunk, loss_chunk: baselines.eager(model),
+    CHECKPOINTED: lambda model, chunk, loss_chunk: baselines.checkpointed(model),
+    CHECKPOINTED_FULL: lambda model, chunk, loss_chunk: baselines.checkpointed(model, False),
+    CHUNKED: lambda model, chunk, loss_chunk: baselines.checkpointed_chunked(model, loss_chunk),
+    TILED: baselines.tiled,
+    COMPILED: lambda model, chunk, loss_chunk: baselines.compiled_layers(model, loss_chunk),
+}
+# Schedules of ours.
+SCHEDULES = {
+    OURS: Schedule(),
+    KEPT: Schedule(keep_attention=True),
+    THREE: Schedule(forwards=3),
+}
+METHODS = (*_BASELINES, *SCHEDULES)
+
+# Their code is generated: it calls the allocator and the matrix products directly, out of sight of
+# everything but the allocator's own records.
+GENERATED = (COMPILED,)
+
+
+def build(
+    method: str, model: Decoder, chunk: int, loss_chunk: int | None = None
+) -> tuple[baselines.Loss, Decoder]:
+    """The loss function of a method, and the module whose parameters it trains.
+
+    seqsplit compiles in place, so it gets a copy of the model; the others share it.
+
+    Args:
+        chunk: positions per chunk of the layers (ours) and of the MLP.
+        loss_chunk: positions per chunk of the logits, ``chunk`` if ``None``.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    loss_chunk = chunk if loss_chunk is None else loss_chunk
+    if method in SCHEDULES:
+        sizes = {"chunk_size": chunk, "head_chunk_size": loss_chunk}
+        schedule = SCHEDULES[method]
+        compiled = seqsplit.compile(copy.deepcopy(model), schedule=schedule, **sizes)
+        return compiled, compiled
+    if method in _BASELINES:
+        return _BASELINES[method](model, chunk, loss_chunk), model
+    raise ValueError(f"unknown method {method!r}; one of {METHODS}")

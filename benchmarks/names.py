@@ -1,0 +1,11 @@
+"""Names of the methods that are compared."""
+
+EAGER = "eager"
+CHECKPOINTED = "checkpointing"
+CHECKPOINTED_FULL = "checkpointing, all of each layer again"
+CHUNKED = "checkpointing + chunked loss"
+TILED = "checkpointing + chunked loss, tiled MLP"
+COMPILED = "checkpointing + chunked loss, layers compiled"
+OURS = "seqsplit"
+KEPT = "seqsplit, attention kept"
+THREE = "seqsplit, three forwards"
