@@ -26,7 +26,9 @@ class Store:
     def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         written = self.path.with_suffix(".new")
-        written.write_text(json.dumps(self.records, indent=1, sort_keys=True) + "\n")
+        # A line per record: to be read by people, and to differ where records differ.
+        lines = [f"{json.dumps(k)}: {json.dumps(r)}" for k, r in sorted(self.records.items())]
+        written.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         written.replace(self.path)
 
     def clear(self) -> None:
