@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import seqsplit
 
 from . import common
+from .batches import make_batch
 from .models import SHAPES, Decoder, rotate
 
 LENGTH, CHUNKS, ALLOWED = 257, (64, 100), 1.5  # times eager's own error
@@ -135,7 +136,7 @@ def check_kernels(screen: common.Screen, device: str) -> list[dict]:
 def compare_kernel(name: str, attend: Attend, documents: bool, device: str) -> list[dict]:
     """Every chunk size, with everything split (``strict``)."""
     rounded = common.make_model(SHAPES["tiny"], torch.bfloat16, device)
-    batch = common.make_batch(SHAPES["tiny"], LENGTH, batch=1, device=device)
+    batch = make_batch(SHAPES["tiny"], LENGTH, batch=1, device=device)
     exact = copy.deepcopy(rounded).to(torch.float64)
     reference = _gradients(_with(exact, lambda *qkv: plain(*qkv, documents)), batch)
     eager = _error(_gradients(_with(copy.deepcopy(rounded), attend), batch), reference)

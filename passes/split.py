@@ -299,6 +299,8 @@ class _Writer:
         target = node.target
         if target is aten.linear.default and args[1] in self._weights:
             target = weights.linear
+        elif target is aten.slice.Tensor:
+            target = primitives.sliced
         new = self._op(node, target, args, kwargs)
         if not takes_double(node, self.shape):
             new.meta["own"] = [operand.meta["val"] for operand in operands_of(node)]

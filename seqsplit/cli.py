@@ -42,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 progress=lambda name: status.update(f"rehearsing: {name}"),
             )
     except (SeqsplitError, OSError, ValueError) as error:
-        errors.print(str(error), markup=False, highlight=False)
+        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
         return 2
-    console.print(str(found), markup=False, highlight=False)
+    console.print(str(found), markup=False, highlight=False, soft_wrap=True)
     return 0 if found.recommended else 1
 
 

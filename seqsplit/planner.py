@@ -236,9 +236,8 @@ class _Rehearsal(Handle):
         self._model, self._step = model, step
         self._schedule = options.schedule
         self._variants: dict[tuple[int, Schedule], Plan] = {}
-        super().__init__(
-            lambda ids: step(model, ids), options, [model], executor_running(rehearse_segment())
-        )
+        super().__init__(model._call_impl, options, [model], executor_running(rehearse_segment()))
+        model._compiled_call_impl = self  # as compile() would: a loss outside of it stays there
 
     def choose(self, plan: Plan) -> Plan:
         key = id(plan), self._schedule
@@ -277,7 +276,7 @@ class _Rehearsal(Handle):
             parameter.grad = None
             if accumulate and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        self(ids).backward()
+        self._step(self._model, ids).backward()
 
 
 def _next_token_loss(model: nn.Module, ids: Tensor) -> Tensor:

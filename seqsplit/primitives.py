@@ -30,6 +30,7 @@ __all__ = [
     "keys_start",
     "received",
     "replayed",
+    "sliced",
 ]
 
 
@@ -143,6 +144,17 @@ class PrefixGradient:
     def add(self, grad: Tensor, start: int) -> None:
         """Add to the rows that begin at ``start``, counted from the first that is read."""
         self._cache.add_grad(grad, self._first + start)
+
+
+def sliced(
+    x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
+    """``aten.slice``, but nothing at all where it cuts nothing off (its backward would copy): a
+    shifted loss takes all rows of every chunk but the last."""
+    size = x.shape[dim]
+    if step == 1 and (start is None or start in (0, -size)) and (end is None or end >= size):
+        return x
+    return torch.ops.aten.slice.Tensor(x, dim, start, end, step)
 
 
 class Carry:
