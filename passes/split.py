@@ -100,6 +100,7 @@ class _Writer:
         self._reads: list[fx.Node] = []
         self._replay: fx.Node | None = None
         self._num_random = self._num_attentions = 0
+        self._in_half = False
         self._values: dict[tuple[fx.Node, Placement], fx.Node] = {}
         self._parts: dict[tuple[fx.Node, Placement], tuple[fx.Node, fx.Node]] = {}
         self._memo: dict[tuple, Any] = {}
@@ -220,6 +221,7 @@ class _Writer:
             caches=tuple(spec for spec, _ in self._caches),
             num_random=self._num_random,
             fingerprint=self._fingerprint(module, specs, (*operands, *targets)),
+            in_half=self._in_half,
         )
         return SplitSegment(body, tuple(operands), tuple(sizes))
 
@@ -373,6 +375,8 @@ class _Writer:
     def _op(self, node: fx.Node, target: Any, args: tuple, kwargs: dict) -> fx.Node:
         """Write one op under the contexts it was traced under."""
         region: Region = node.meta["region"]
+        self._in_half |= getattr(node.meta["val"], "dtype", None) == torch.float16
+        self._in_half |= any(torch.float16 in context for context in region.autocast)
         if not region.grad and target is not operator.getitem:
             args, kwargs = fx.node.map_arg((args, kwargs), self._detached)
         contexts = [

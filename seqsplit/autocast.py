@@ -36,6 +36,11 @@ class Autocast:
             torch.is_autocast_cache_enabled(),
         )
 
+    @property
+    def in_half(self) -> bool:
+        """Whether it computes in float16, whose small numbers are lost unless a loss is scaled."""
+        return any(on and dtype == torch.float16 for _, on, dtype in self.states)
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """The same state again: a backward usually runs outside the user's ``with autocast``."""

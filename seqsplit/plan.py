@@ -84,6 +84,7 @@ class Body:
         inputs, outputs, caches: what these are.
         num_random: how many ops draw random numbers.
         fingerprint: equal for bodies of equal structure.
+        in_half: whether something in it is computed in float16.
     """
 
     module: Callable
@@ -93,6 +94,7 @@ class Body:
     caches: tuple[CacheSpec, ...]
     num_random: int
     fingerprint: str
+    in_half: bool = False
 
     @property
     def is_head(self) -> bool:

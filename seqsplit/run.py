@@ -57,10 +57,6 @@ class SegmentRun:
     def chunks(self) -> list[tuple[int, int]]:
         return list(zip(self.bounds, self.bounds[1:]))
 
-    @property
-    def takes_gradients_forward(self) -> bool:
-        return self.segment.body.takes_gradients_forward
-
     def inputs(self, index: int, operands: Sequence[Tensor]) -> list[Tensor]:
         """The parts of the operands that one chunk takes: views."""
         start, end = self.chunks[index]

@@ -73,7 +73,7 @@ class _SegmentFunction(torch.autograd.Function):
         specs = run.segment.body.outputs
         wanted = ctx.needs_input_grad[2:]
         ctx.run, ctx.link = run, link if any(wanted) else None
-        ctx.scales = run.takes_gradients_forward and any(wanted)
+        ctx.scales = any(wanted) and _takes_gradients_forward(run, operands)
         if ctx.scales:
             outputs, grads = run.loops.forward_with_gradients(run, operands, wanted)
             ctx.present = [grad is not None for grad in grads]
@@ -115,6 +115,17 @@ class _SegmentFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             grads = refuse_second_derivatives(grads, ctx.weights, scope)
         return (None, None, *grads)
+
+
+def _takes_gradients_forward(run: SegmentRun, operands: Sequence[Tensor]) -> bool:
+    """Whether the gradients are taken going forward, and scaled in the backward.
+
+    Not in float16: there a gradient scaler wants the loss scaled before it is differentiated.
+    """
+    body = run.segment.body
+    in_half = body.in_half or run.autocast.in_half
+    in_half = in_half or any(operand.dtype == torch.float16 for operand in operands)
+    return body.takes_gradients_forward and not in_half
 
 
 def _scale(ctx: Any, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -225,3 +225,31 @@ def test_autocast_on_and_off_in_turn():
     again = pair.check(ids, ids)
     assert not differences(exact, again)
     assert not gradient_differences(exact.gradients, again.gradients)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_scaled_loss_keeps_small_gradients_in_float16(inside):
+    """Unscaled, the gradients of the logits are below what float16 can hold."""
+    torch.manual_seed(0)
+    model = probe.build().float()
+    ids, labels = batches.with_labels(2, 61)
+    scale = 2.0**16
+
+    def loss_of(logits, labels):
+        return 1e-4 * F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def step(ids, labels):
+        with torch.autocast("cpu", torch.float16):
+            return loss_of(mine(ids), labels) * scale
+
+    found = {}
+    for name in ("eager", "ours"):
+        mine = copy.deepcopy(model)
+        run = step
+        if name == "ours" and inside:
+            run = seqsplit.compile(step, chunk_size=8, head_chunk_size=8)
+        elif name == "ours":
+            mine = seqsplit.compile(mine, chunk_size=8, head_chunk_size=8)
+        found[name] = gradients(mine, run, ids, labels)
+    truth = gradients(model, lambda *a: loss_of(model(a[0]), a[1]) * scale, ids, labels)
+    assert error(found["ours"], truth) <= MARGIN * error(found["eager"], truth)

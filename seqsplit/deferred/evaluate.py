@@ -48,7 +48,8 @@ def fits_one_chunk(node: Node, options: Options) -> bool:
 
 
 def _run(program: _Program, specs: list[BodyOutput], options: Options) -> tuple[Tensor, ...]:
-    body = Body(program, None, tuple(program.inputs), tuple(specs), (), 0, "")
+    inputs, outputs = tuple(program.inputs), tuple(specs)
+    body = Body(program, None, inputs, outputs, (), 0, "", program.in_half)
     segment = Segment(body, "values computed from the logits", options, program.width)
     rows = options.head_rows(program.width, program.operands[0].device.type)
     bounds = chunk_bounds(program.num_rows, rows)
@@ -64,6 +65,7 @@ class _Program:
         writing = _Writing()
         self._results = [writing.place(node) for node in nodes]
         self._steps, self.width = writing.steps, writing.width
+        self.in_half = any(call.autocast.in_half for call, _ in writing.steps)
         self._num_sources, self._constants = len(writing.sources), list(writing.constants)
         self.operands = [*(s.rows() for s in writing.sources), *writing.constants.values()]
         order = [Chunk(0)] * self._num_sources + [Placement()] * len(self._constants)
