@@ -9,6 +9,7 @@ of the same structure.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -139,5 +140,10 @@ class _Island(torch.nn.Module):
             module = fx.GraphModule(torch.nn.Module(), self._graph)
             self._compiled = torch.compile(module.forward, backend=self._inner, dynamic=True)
         # The settings of our own capture, in whose forward this may run, are not meant for it.
-        with torch._dynamo.config.patch(specialize_int=False, specialize_float=True):
+        with (
+            torch._dynamo.config.patch(specialize_int=False, specialize_float=True),
+            warnings.catch_warnings(),
+        ):
+            # The compiler looks at .grad of every input.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
             return self._compiled(*inputs)
