@@ -226,14 +226,17 @@ def _nothing_to_split(
 
 def fixed_dims(lowered: Lowered, dim: int) -> dict[tuple[fx.Node, int], int]:
     """The inputs whose ``dim`` Dynamo had left open before the model's code fixed it, with that
-    dim counted from the front, and their sizes; a few positions are no sequence."""
+    dim counted from the front, and their sizes; a few positions are no sequence, and where some
+    input's is open still, what is fixed are widths."""
     found: dict[tuple[fx.Node, int], int] = {}
     for node in lowered.placeholders:
         held = node.meta.get("val")
         rank = held.ndim if isinstance(held, torch.Tensor) else 0
         if -rank <= dim < rank and dim % rank in node.meta.get("open_dims", ()):
             size = lowered.shape(node)[dim]
-            if size.is_Integer and size > FEW:
+            if size.free_symbols:
+                return {}
+            if size > FEW:
                 found[node, dim % rank] = int(size)
     return found
 

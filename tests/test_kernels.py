@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-import kernels
+import reference_kernels as kernels
 import seqsplit
 from compare import Pair, compare
 from zoo import batches, probe
