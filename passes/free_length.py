@@ -70,7 +70,7 @@ def free_length(lowered: Lowered, examples: Sequence[Any], seq_dim: int | None) 
         graph makes no sense for other lengths.
     """
     found = fixed_dims(lowered, 1 if seq_dim is None else seq_dim)
-    if not found:
+    if not any(_may_hold_tokens(node) for node, _ in found):
         return None
     length = max(found.values())
     fixed = Fixed(length, frozenset(place for place, size in found.items() if size == length))
@@ -92,6 +92,13 @@ def free_length(lowered: Lowered, examples: Sequence[Any], seq_dim: int | None) 
             readings = read_sizes(lowered, fixed, asked)
             return _Rewriting(lowered, fixed).write(readings)
     return None
+
+
+def _may_hold_tokens(node: fx.Node) -> bool:
+    """Whether an input is of token ids, or of a width for each token; a matrix of numbers has
+    columns, which are none."""
+    held = node.meta["val"]
+    return held.ndim > 2 or not held.is_floating_point()
 
 
 @contextlib.contextmanager

@@ -224,7 +224,8 @@ def check_layers_split(plans):
         assert isinstance(plan, Plan | NothingToSplit), repr(plan)
     split = [plan for plan in plans if isinstance(plan, Plan)]
     assert any(len(plan.segments) >= SIZES["num_hidden_layers"] for plan in split), plans
-    assert not any(plan.whole for plan in split)
+    whole = [entry for plan in split for entry in plan.whole]
+    assert not whole, whole
 
 
 # ---- Trainers of transformers and TRL -----------------------------------------------------------
