@@ -199,14 +199,36 @@ def _align_inputs(lowered: Lowered) -> None:
 
     Every dim of every input is a symbol of its own, so that a batch as long as the sequence does
     not look like it. Where the model compares two inputs only by their number of elements, Dynamo
-    learns nothing about their dims; that they are equal is then checked at each call. A dim that
-    the model's code has fixed makes the others numbers too.
+    learns nothing about their dims; that they are equal is then checked at each call.
     """
     first: dict[tuple[int, int], tuple[sympy.Expr, tuple[int, int]]] = {}
-    places = list(_open_places(lowered))
-    for symbol, hint, place in sorted(places, key=lambda found: not found[0].is_Integer):
+    for symbol, hint, place in _open_places(lowered):
+        if symbol.is_Integer:
+            continue
         known, other = first.setdefault((place[1], hint), (symbol, place))
         if known != symbol:
+            lowered.assumed[symbol] = known
+            lowered.assumptions.append(SameSize(other, place))
+    _fix_counterparts(lowered)
+
+
+def _fix_counterparts(lowered: Lowered) -> None:
+    """Where the model's code has fixed the length of one input, it is that of the others too:
+    of inputs that are alike up to there, which a quantised weight of that width is not."""
+
+    def lead(place: tuple[int, int]) -> tuple[int, ...]:
+        index, dim = place
+        sizes = lowered.placeholders[index].meta["val"].shape[:dim]
+        return tuple(s.node.hint if isinstance(s, torch.SymInt) else s for s in sizes)
+
+    fixed: dict[Any, tuple[sympy.Expr, tuple[int, int]]] = {}
+    places = list(_open_places(lowered))
+    for size, hint, place in places:
+        if size.is_Integer:
+            fixed.setdefault((lead(place), hint), (size, place))
+    for symbol, hint, place in places:
+        if isinstance(symbol, sympy.Symbol) and (lead(place), hint) in fixed:
+            known, other = fixed[lead(place), hint]
             lowered.assumed[symbol] = known
             lowered.assumptions.append(SameSize(other, place))
 
