@@ -136,6 +136,10 @@ ATTENTION = {
 BATCHED = (aten.bmm, aten.baddbmm)
 
 
+# The registry knows products by the ops that make a new tensor.
+_IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
+
+
 class FlopCounter(TorchDispatchMode):
     """Counts while active, in forward and backward, also in code Dynamo has compiled to aten ops.
 
@@ -179,6 +183,7 @@ class FlopCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         op = getattr(func, "overloadpacket", func)
+        op = _IN_PLACE.get(op, op)
         if op in ATTENTION:
             self.by_op[op] += ATTENTION[op](_arguments(func, args, kwargs))
         elif op in flop_registry:

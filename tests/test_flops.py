@@ -62,6 +62,13 @@ def test_attention_flops_by_hand():
     assert attention_flops(q, k, v, backward=False, **options) == square * 48 * 55 // 100
 
 
+def test_a_product_that_is_added_in_place_counts():
+    total, left, right = torch.zeros(3, 5), torch.ones(3, 4), torch.ones(4, 5)
+    with FlopCounter() as counter:
+        total.addmm_(left, right)
+    assert counter.linear == counter.total == 2 * 3 * 4 * 5
+
+
 # --- ops ----------------------------------------------------------------------------------------
 
 

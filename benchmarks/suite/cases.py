@@ -15,6 +15,7 @@ from ..names import (
     EAGER,
     KEPT,
     OURS,
+    THREE,
     TILED,
 )
 
@@ -37,6 +38,7 @@ ORDER = (
     STREAMBP_THIRDS,
     OURS,
     KEPT,
+    THREE,
 )
 
 DECODER, LLAMA = "decoder", "llama"
@@ -162,7 +164,7 @@ def default() -> Plan:
     """About half an hour on two cores that do nothing else."""
     plan = Plan()
     lengths = (2048, 4096, 8192, 16_384, 32_768)
-    methods = (CHUNKED, OURS, KEPT, CHECKPOINTED, TILED, EAGER)
+    methods = (CHUNKED, OURS, KEPT, THREE, CHECKPOINTED, TILED, EAGER)
     plan.measure(DECODER, "small", 1024, dict.fromkeys(methods, lengths))
     plan.measure(DECODER, "small", 1024, {CHECKPOINTED_FULL: lengths[:4:2], COMPILED: lengths[:3]})
     methods = (OURS, STREAMBP, STREAMBP_THIRDS, KEPT, CHECKPOINTED)

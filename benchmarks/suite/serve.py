@@ -7,7 +7,7 @@ a method may need versions of torch that seqsplit does not run on.
 from __future__ import annotations
 
 import gc
-import importlib.util
+import importlib
 import json
 import platform
 import sys
@@ -136,12 +136,12 @@ def _thinned(timeline: list[tuple[float, int]]) -> list[tuple[float, int]]:
 
 
 def _memory_module() -> ModuleType:
-    """seqsplit's tracker, loaded by its path: it does not need the rest."""
-    spec = importlib.util.spec_from_file_location("benchmarks_memory", _MEMORY)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    """seqsplit's tracker, loaded by its path in a package that has nothing else: it does not need
+    the rest, which may not be installed here."""
+    package = ModuleType("benchmarks_tracker")
+    package.__path__ = [str(_MEMORY.parent)]
+    sys.modules[package.__name__] = package
+    return importlib.import_module(f"{package.__name__}.{_MEMORY.stem}")
 
 
 def _versions() -> dict[str, str]:
