@@ -44,7 +44,7 @@ def llama(case: Case) -> nn.Module:
         return checkpointed(model)
     if case.method in SCHEDULES:
         sizes = {"chunk_size": case.chunk, "head_chunk_size": case.loss_chunk}
-        return seqsplit.compile(model, **sizes, **SCHEDULES[case.method])
+        return seqsplit.compile(model, **sizes, schedule=SCHEDULES[case.method])
     raise ValueError(f"no way to run {case.method!r} on this model")
 
 
