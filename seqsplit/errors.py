@@ -18,6 +18,7 @@ __all__ = [
     "StaleLogitsError",
     "UnfinishedPlanWarning",
     "format_message",
+    "invalid_option",
 ]
 
 
@@ -37,6 +38,13 @@ class SeqsplitError(Exception):
 
 class InvalidOptionError(SeqsplitError, ValueError):
     """An option of :func:`seqsplit.compile` has a value that cannot mean anything."""
+
+
+def invalid_option(name: str, value: object, wanted: str) -> InvalidOptionError:
+    """The error for an option out of range; ``wanted`` says what would be in it."""
+    return InvalidOptionError(
+        format_message(f"{name}={value!r} cannot mean anything", fix=f"give {wanted}")
+    )
 
 
 class UnfinishedPlanWarning(UserWarning):

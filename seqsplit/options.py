@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from .errors import InvalidOptionError, format_message
+from .errors import invalid_option
 from .schedule import Schedule
 
 __all__ = ["Options"]
@@ -77,14 +76,16 @@ class Options:
         counts = {name: _count(name, value) for name, value in rows.items()}
         layers = _count("segment_layers", segment_layers) or 1
         if not isinstance(accumulate_dtype, torch.dtype) or not accumulate_dtype.is_floating_point:
-            raise _invalid("accumulate_dtype", accumulate_dtype, "a floating-point torch.dtype")
+            raise invalid_option(
+                "accumulate_dtype", accumulate_dtype, "a floating-point torch.dtype"
+            )
         if seq_dim is not None and (not isinstance(seq_dim, int) or isinstance(seq_dim, bool)):
-            raise _invalid("seq_dim", seq_dim, "an integer, or None to find the sequence")
+            raise invalid_option("seq_dim", seq_dim, "an integer, or None to find the sequence")
         if schedule is not None and not isinstance(schedule, Schedule):
-            raise _invalid("schedule", schedule, "a seqsplit.Schedule, or None")
+            raise invalid_option("schedule", schedule, "a seqsplit.Schedule, or None")
         if inner is not None and inner not in torch.compiler.list_backends(None):
             known = ", ".join(torch.compiler.list_backends())
-            raise _invalid("inner", inner, f"a backend of torch.compile ({known}), or None")
+            raise invalid_option("inner", inner, f"a backend of torch.compile ({known}), or None")
         return Options(
             inner=inner,
             segment_layers=layers,
@@ -101,11 +102,5 @@ def _count(name: str, value: int | str) -> int | None:
     if value == "auto":
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _invalid(name, value, 'a positive integer or "auto"')
+        raise invalid_option(name, value, 'a positive integer or "auto"')
     return value
-
-
-def _invalid(name: str, value: Any, wanted: str) -> InvalidOptionError:
-    return InvalidOptionError(
-        format_message(f"{name}={value!r} cannot mean anything", fix=f"give {wanted}")
-    )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .api import Handle, executor_running
 from .configurations import model_on_meta
-from .errors import InvalidOptionError, format_message
+from .errors import InvalidOptionError, format_message, invalid_option
 from .forecast import Forecast, Parts, parts_of_stretches
 from .memory import track_memory
 from .options import Options
@@ -315,12 +315,8 @@ def _on_meta(model: Any, dtype: torch.dtype) -> nn.Module:
 def _optimizer_bytes(optimizer: str | float, trained: Sequence[Tensor]) -> float:
     if isinstance(optimizer, str):
         if optimizer not in OPTIMIZERS:
-            raise InvalidOptionError(
-                format_message(
-                    f"optimizer={optimizer!r} cannot mean anything",
-                    fix=f"give one of {', '.join(OPTIMIZERS)}, or bytes per trained element",
-                )
-            )
+            wanted = f"one of {', '.join(OPTIMIZERS)}, or bytes per trained element"
+            raise invalid_option("optimizer", optimizer, wanted)
         optimizer = OPTIMIZERS[optimizer]
     per_element = optimizer
     return sum(
@@ -336,11 +332,7 @@ def _bytes(memory: str | float) -> float:
     try:
         return float(number[: len(number) - len(unit)]) * _UNITS[unit]
     except (KeyError, ValueError):
-        raise InvalidOptionError(
-            format_message(
-                f"memory={memory!r} cannot mean anything", fix='give bytes, or a text like "80GB"'
-            )
-        ) from None
+        raise invalid_option("memory", memory, 'bytes, or a text like "80GB"') from None
 
 
 def _gib(nbytes: float) -> str:

@@ -59,7 +59,7 @@ class SegmentRun:
 
     def inputs(self, index: int, operands: Sequence[Tensor]) -> list[Tensor]:
         """The parts of the operands that one chunk takes: views."""
-        start, end = self.chunks[index]
+        start, end = self.bounds[index : index + 2]
         return [
             take_part(
                 operands[spec.operand], spec.placement, start, end, self.length + spec.surplus
@@ -72,7 +72,7 @@ class SegmentRun:
     ) -> tuple[Tensor, ...]:
         """Run the body (or the part of it that fills the caches) on one chunk."""
         body = self.segment.body
-        start, end = self.chunks[index]
+        start, end = self.bounds[index : index + 2]
         self.replay.chunk = index
         module = body.fill if fill else body.module
         # Past a module's call, which looks for hooks at every chunk.
@@ -100,7 +100,7 @@ class SegmentRun:
             for cache, state in zip(caches, self.states):
                 cache.state = pytree.tree_map_only(Held, Held.get, state)
         elif caches:  # the last chunk fills its own rows when it is visited, first of all
-            for index in range(len(self.chunks) - 1):
+            for index in range(len(self.bounds) - 2):
                 self.call(index, self.inputs(index, operands), caches, fill=True)
         return caches
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import InvalidOptionError, format_message
+from .errors import invalid_option
 
 __all__ = ["Schedule"]
 
@@ -37,17 +37,11 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not isinstance(self.forwards, int) or self.forwards < 2:
-            raise _invalid("forwards", self.forwards, "an integer of at least 2")
+            raise invalid_option("forwards", self.forwards, "an integer of at least 2")
         if self.offload not in (None, "cpu"):
-            raise _invalid("offload", self.offload, '"cpu" or None')
+            raise invalid_option("offload", self.offload, '"cpu" or None')
 
     @property
     def chained(self) -> bool:
         """Whether a segment's inputs are not simply kept by the segment itself."""
         return self.forwards > 2 or self.offload is not None
-
-
-def _invalid(name: str, value: object, wanted: str) -> InvalidOptionError:
-    return InvalidOptionError(
-        format_message(f"{name}={value!r} cannot mean anything", fix=f"give {wanted}")
-    )
