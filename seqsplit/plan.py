@@ -103,13 +103,15 @@ class Body:
 
     @property
     def takes_gradients_forward(self) -> bool:
-        """Whether it ends in one number, whose gradient is known but for a factor."""
+        """Whether it ends in one number, whose gradient is known but for a factor. (Not in
+        float16: there a gradient scaler wants the loss scaled before it is differentiated.)"""
         differentiable = [output for output in self.outputs if output.needs_grad]
         return (
             self.is_head
             and not self.caches
             and len(differentiable) == 1
             and differentiable[0].scalar
+            and not self.in_half
         )
 
 

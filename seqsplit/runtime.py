@@ -118,14 +118,10 @@ class _SegmentFunction(torch.autograd.Function):
 
 
 def _takes_gradients_forward(run: SegmentRun, operands: Sequence[Tensor]) -> bool:
-    """Whether the gradients are taken going forward, and scaled in the backward.
-
-    Not in float16: there a gradient scaler wants the loss scaled before it is differentiated.
-    """
-    body = run.segment.body
-    in_half = body.in_half or run.autocast.in_half
-    in_half = in_half or any(operand.dtype == torch.float16 for operand in operands)
-    return body.takes_gradients_forward and not in_half
+    """Whether the gradients are taken going forward, and scaled in the backward. What the body
+    says of float16 holds of this call's operands and autocast too."""
+    in_half = run.autocast.in_half or any(o.dtype == torch.float16 for o in operands)
+    return run.segment.body.takes_gradients_forward and not in_half
 
 
 def _scale(ctx: Any, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
