@@ -18,6 +18,7 @@ from .names import (
     EAGER,
     KEPT,
     OURS,
+    OURS_THIRDS,
     THREE,
     TILED,
 )
@@ -33,6 +34,7 @@ _BASELINES: dict[str, Callable[[Decoder, int, int], baselines.Loss]] = {
 # Schedules of ours.
 SCHEDULES = {
     OURS: Schedule(),
+    OURS_THIRDS: Schedule(),
     KEPT: Schedule(keep_attention=True),
     THREE: Schedule(forwards=3),
 }

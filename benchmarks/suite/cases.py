@@ -15,6 +15,7 @@ from ..names import (
     EAGER,
     KEPT,
     OURS,
+    OURS_THIRDS,
     THREE,
     TILED,
 )
@@ -37,6 +38,7 @@ ORDER = (
     STREAMBP,
     STREAMBP_THIRDS,
     OURS,
+    OURS_THIRDS,
     KEPT,
     THREE,
 )
@@ -71,6 +73,12 @@ class Case:
     def loss_chunk(self) -> int:
         """Positions per chunk of logits, which are much wider: for all methods that have one."""
         return max(self.chunk // 8, 64)
+
+    def at(self, length: int) -> Case:
+        """The case at another length, in chunks of a third of it where the method has those."""
+        thirds = self.method in (OURS_THIRDS, STREAMBP_THIRDS)
+        chunk = -(-length // 3) if thirds else self.chunk
+        return dataclasses.replace(self, length=length, chunk=chunk)
 
     @property
     def group(self) -> str:
@@ -153,10 +161,10 @@ def quick() -> Plan:
     methods = (EAGER, CHECKPOINTED, CHECKPOINTED_FULL, CHUNKED, TILED, COMPILED, OURS, KEPT)
     plan.measure(DECODER, "tiny", 128, dict.fromkeys(methods, lengths))
     plan.race(DECODER, "tiny", 128, 1024, (OURS, KEPT, COMPILED, CHUNKED), rounds=5)
-    peers = (CHECKPOINTED, CHECKPOINTED_OLD, STREAMBP, STREAMBP_THIRDS, OURS)
+    peers = (CHECKPOINTED, CHECKPOINTED_OLD, STREAMBP, STREAMBP_THIRDS, OURS, OURS_THIRDS)
     plan.measure(LLAMA, "tiny", 128, dict.fromkeys(peers, lengths))
     plan.gradients = _gradients("tiny", 512, 128)
-    plan.race(LLAMA, "tiny", 128, 1024, (OURS, STREAMBP, STREAMBP_THIRDS), rounds=5)
+    plan.race(LLAMA, "tiny", 128, 1024, (OURS, OURS_THIRDS, STREAMBP_THIRDS, STREAMBP), rounds=5)
     return plan
 
 
@@ -167,7 +175,7 @@ def default() -> Plan:
     methods = (CHUNKED, OURS, KEPT, THREE, CHECKPOINTED, TILED, EAGER)
     plan.measure(DECODER, "small", 1024, dict.fromkeys(methods, lengths))
     plan.measure(DECODER, "small", 1024, {CHECKPOINTED_FULL: lengths[:4:2], COMPILED: lengths[:3]})
-    methods = (OURS, STREAMBP, STREAMBP_THIRDS, KEPT, CHECKPOINTED)
+    methods = (OURS, STREAMBP, OURS_THIRDS, STREAMBP_THIRDS, KEPT, CHECKPOINTED)
     plan.measure(LLAMA, "small", 1024, dict.fromkeys(methods, lengths[:4]))
     methods = (CHUNKED, OURS, KEPT, CHECKPOINTED)
     for shape in ("mha", "tied", "window", "moe"):
@@ -176,9 +184,10 @@ def default() -> Plan:
     plan.gradients = _gradients("small", 2048, 1024)
     plan.race(DECODER, "small", 1024, 4096, (OURS, KEPT, COMPILED, TILED, CHUNKED), rounds=3)
     plan.race(DECODER, "small", 1024, 8192, (OURS, KEPT, CHUNKED), rounds=3)
-    peers = (OURS, CHECKPOINTED_OLD, CHECKPOINTED, STREAMBP_THIRDS, STREAMBP)
-    plan.race(LLAMA, "small", 1024, 2048, peers, rounds=3)
-    plan.race(LLAMA, "small", 1024, 4096, (OURS, STREAMBP_THIRDS, STREAMBP), rounds=3)
+    peers = (OURS, OURS_THIRDS, STREAMBP_THIRDS, STREAMBP)
+    versions = (CHECKPOINTED_OLD, CHECKPOINTED)
+    plan.race(LLAMA, "small", 1024, 2048, (*versions, *peers), rounds=3)
+    plan.race(LLAMA, "small", 1024, 4096, peers, rounds=3)
     return plan
 
 
@@ -190,7 +199,7 @@ def full() -> Plan:
     plan.race(DECODER, "small", 1024, 2048, (OURS, KEPT, CHUNKED), rounds=7)
     plan.race(DECODER, "small", 1024, 16_384, (OURS, KEPT, CHUNKED), rounds=5)
     plan.race(DECODER, "small", 1024, 2048, (OURS, KEPT, CHUNKED), rounds=3, dtype="bfloat16")
-    plan.race(LLAMA, "small", 1024, 8192, (OURS, STREAMBP_THIRDS, STREAMBP), rounds=3)
+    plan.race(LLAMA, "small", 1024, 8192, (OURS, OURS_THIRDS, STREAMBP_THIRDS, STREAMBP), rounds=3)
     return plan
 
 

@@ -39,11 +39,13 @@ class Subject:
         module: whose gradients a step adds to.
         step: one forward and backward at a length; returns the loss.
         generated: whether generated code runs, which only the allocator's records see.
+        prepare: called before steps of another length, outside of what is measured.
     """
 
     module: nn.Module
     step: Callable[[int], float]
     generated: bool = False
+    prepare: Callable[[int], None] = lambda length: None
 
 
 def serve(case: Case, build: Callable[[Case], Subject]) -> None:
@@ -56,8 +58,11 @@ def serve(case: Case, build: Callable[[Case], Subject]) -> None:
     subject = build(case)
     first = _timed(subject, WARM_UP)
     _answer({"first": first, "versions": _versions()})
+    prepared = WARM_UP
     for line in sys.stdin:
         command, length, *arguments = line.strip().split(maxsplit=2)
+        if int(length) != prepared:
+            subject.prepare(prepared := int(length))
         _answer(_COMMANDS[command](subject, int(length), *arguments))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ..batches import make_batch
 from ..models import SHAPES
-from .cases import CHECKPOINTED_OLD, STREAMBP_THIRDS, Case
+from .cases import CHECKPOINTED_OLD, Case
 from .llama import checkpointed, make_llama
 from .serve import Subject, serve
 
@@ -40,8 +40,7 @@ def subject(case: Case) -> Subject:
     def step(length: int) -> float:
         tokens, labels = make_batch(shape, length)
         mask = torch.ones_like(tokens)
-        if case.method == STREAMBP_THIRDS:
-            streamed.checkpoint_chunk_size = -(-length // 3)
+        streamed.checkpoint_chunk_size = case.at(length).chunk
         return streamed(
             input_ids=tokens, attention_mask=mask, labels=labels, use_cache=False
         ).loss.item()

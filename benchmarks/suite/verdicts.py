@@ -9,12 +9,14 @@ import torch
 
 from ..floor import floor
 from ..models import SHAPES
-from ..names import CHECKPOINTED, CHECKPOINTED_FULL, CHUNKED, KEPT, OURS
+from ..names import CHECKPOINTED, CHECKPOINTED_FULL, CHUNKED, KEPT, OURS, OURS_THIRDS
 from .cases import DECODER, LLAMA, STREAMBP, STREAMBP_THIRDS
 from .figures import head_flops, slopes, units
 from .results import Group, RaceResult, Results
 
 _LONG = 16_384
+# With the same chunks.
+_AGAINST_STREAMBP = ((OURS, STREAMBP), (OURS_THIRDS, STREAMBP_THIRDS))
 
 
 @dataclass(frozen=True)
@@ -89,20 +91,18 @@ def _time(race: RaceResult) -> Iterator[Verdict]:
 
 
 def _streambp_memory(group: Group) -> Iterator[Verdict]:
-    for method in (STREAMBP, STREAMBP_THIRDS):
+    for ours, method in _AGAINST_STREAMBP:
         for length in group.lengths:
-            ratio = group.ratio(OURS, method, length)
+            ratio = group.ratio(ours, method, length)
             if ratio is not None:
                 yield _at_most(f"peak by that of {method}, T={length:,}", ratio, 1.0)
 
 
 def _streambp_time(race: RaceResult) -> Iterator[Verdict]:
-    if OURS not in race.seconds:
-        return
-    ours = race.seconds[OURS]
-    for method in (STREAMBP, STREAMBP_THIRDS):
-        if method in race.seconds:
-            ratios = sorted(a / b for a, b in zip(ours, race.seconds[method], strict=True))
+    for ours, method in _AGAINST_STREAMBP:
+        if ours in race.seconds and method in race.seconds:
+            pairs = zip(race.seconds[ours], race.seconds[method], strict=True)
+            ratios = sorted(a / b for a, b in pairs)
             what = f"time by that of {method}, T={race.cases[0].length:,}"
             yield _at_most(what, ratios[len(ratios) // 2], 1.0, timed=True)
 

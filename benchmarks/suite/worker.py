@@ -15,7 +15,7 @@ from ..models import SHAPES
 from ..names import CHECKPOINTED
 from .cases import DECODER, Case
 from .llama import checkpointed, make_llama
-from .serve import Subject, serve
+from .serve import WARM_UP, Subject, serve
 
 
 def subject(case: Case) -> Subject:
@@ -35,7 +35,13 @@ def subject(case: Case) -> Subject:
         value.backward()
         return value.item()
 
-    return Subject(trained, step, case.method in GENERATED)
+    def prepare(length: int) -> None:
+        """Compile for the chunks of another length, and take the step that compiles."""
+        if (new := case.at(length)).chunk != case.at(WARM_UP).chunk:
+            compiled(trained, new)
+            step(WARM_UP)
+
+    return Subject(trained, step, case.method in GENERATED, prepare)
 
 
 def llama(case: Case) -> nn.Module:
@@ -43,9 +49,13 @@ def llama(case: Case) -> nn.Module:
     if case.method == CHECKPOINTED:
         return checkpointed(model)
     if case.method in SCHEDULES:
-        sizes = {"chunk_size": case.chunk, "head_chunk_size": case.loss_chunk}
-        return seqsplit.compile(model, **sizes, schedule=SCHEDULES[case.method])
+        return compiled(model, case.at(WARM_UP))
     raise ValueError(f"no way to run {case.method!r} on this model")
+
+
+def compiled(model: nn.Module, case: Case) -> nn.Module:
+    sizes = {"chunk_size": case.chunk, "head_chunk_size": case.loss_chunk}
+    return seqsplit.compile(model, **sizes, schedule=SCHEDULES[case.method])
 
 
 if __name__ == "__main__":
