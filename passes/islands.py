@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..plan import Body
 from ..primitives import keys_start
 from .sizes import OPERATORS
 
@@ -26,13 +27,21 @@ _POSITIONS = ("start", "end", "length")
 _NUMBERS = {*OPERATORS.values(), operator.add, operator.sub, operator.mul, min, max, keys_start}
 
 
-def compile_islands(module: fx.GraphModule, inner: str) -> fx.GraphModule:
+def compile_islands(body: Body, inner: str) -> Body:
     """A body that computes the same, with its islands compiled.
 
+    Its modules are much alike, and the islands that they have in common are compiled once.
+
     Args:
-        module: the body.
         inner: a backend of ``torch.compile``.
     """
+    islands: dict[str, _Island] = {}
+    return body.with_code(lambda module: _with_islands(module, inner, islands))
+
+
+def _with_islands(
+    module: fx.GraphModule, inner: str, islands: dict[str, _Island]
+) -> fx.GraphModule:
     graph, copies = fx.Graph(), {}
     root = torch.nn.Module()
     nodes = _numbers_first(list(module.graph.nodes))
@@ -40,7 +49,7 @@ def compile_islands(module: fx.GraphModule, inner: str) -> fx.GraphModule:
     while position < len(nodes):
         run = _run_from(nodes, position)
         if sum(_computes(node) for node in run) >= _LEAST_OPS:
-            _place_island(graph, root, run, copies, inner)
+            _place_island(graph, root, run, copies, inner, islands)
             position += len(run)
             continue
         node = nodes[position]
@@ -109,6 +118,7 @@ def _place_island(
     run: Sequence[fx.Node],
     copies: dict[fx.Node, Any],
     inner: str,
+    islands: dict[str, _Island],
 ) -> None:
     inside = set(run)
     inputs = list(dict.fromkeys(i for n in run for i in n.all_input_nodes if i not in inside))
@@ -120,7 +130,8 @@ def _place_island(
         own[node] = island.node_copy(node, own.__getitem__)
     island.output(tuple(own[node] for node in outputs))
     name = f"island_{len(root._modules)}"
-    setattr(root, name, _Island(island, inner))
+    code = island.python_code("self").src
+    setattr(root, name, islands.setdefault(code, _Island(island, inner)))
     call = graph.call_module(name, tuple(copies[node] for node in inputs))
     for slot, node in enumerate(outputs):
         copies[node] = graph.call_function(operator.getitem, (call, slot))

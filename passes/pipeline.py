@@ -184,8 +184,7 @@ def _with_islands(placed: Sequence[Placed], inner: str) -> list[Placed]:
     bodies: dict[Body, Body] = {}
     for body in (item.segment.body for item in placed):
         if body not in bodies:
-            parts = [part and compile_islands(part, inner) for part in (body.module, body.fill)]
-            bodies[body] = replace(body, module=parts[0], fill=parts[1])
+            bodies[body] = compile_islands(body, inner)
     return [
         replace(item, segment=replace(item.segment, body=bodies[item.segment.body]))
         for item in placed

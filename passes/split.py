@@ -42,6 +42,7 @@ from .rules.registry import (
 )
 from .scans import SCANS
 from .sizes import OPERATORS, write_expression
+from .unread import without_unread
 
 __all__ = ["SplitSegment", "draws_random", "split"]
 
@@ -216,6 +217,8 @@ class _Writer:
         body = Body(
             module=module,
             fill=fill,
+            visit=without_unread(module, caches_filled=True),
+            visit_last=without_unread(module, caches_filled=False),
             inputs=specs,
             outputs=tuple(self._output(node, p) for node, p in targets.items()),
             caches=tuple(spec for spec, _ in self._caches),
@@ -258,6 +261,7 @@ class _Writer:
     def _input(self, node: fx.Node, placement: Placement) -> fx.Node:
         if (node, placement) not in self._inputs:
             new = self._placeholder(f"in_{len(self._inputs)}")
+            new.meta["constant"] = node not in self._facts.needs_grad
             self._inputs[node, placement] = new
             if not placement.spans:
                 self._weights.add(new)
@@ -390,6 +394,7 @@ class _Writer:
             self._num_random += 1
         new = self._graph.call_function(target, args, kwargs)
         new.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack")}
+        new.meta["constant"] = node not in self._facts.needs_grad
         for context in reversed(contexts):
             self._graph.call_function(torch.amp.autocast_mode._exit_autocast, (context,))
         self._trace.append(
@@ -487,6 +492,7 @@ def _finish(graph: fx.Graph, placeholders: dict[fx.Node, str], outputs: tuple) -
     new, copies = fx.Graph(), {}
     for node, name in placeholders.items():
         copies[node] = new.placeholder(name)
+        copies[node].meta = dict(node.meta)
     needed = _ancestors(outputs)
     for node in graph.nodes:
         context = getattr(node.target, "__name__", "") in ("_enter_autocast", "_exit_autocast")

@@ -79,8 +79,7 @@ class Validator:
         """
         if self._length is None:
             return None
-        module, fill = (m and _in_double(m) for m in (segment.body.module, segment.body.fill))
-        body = replace(segment.body, module=module, fill=fill)
+        body = segment.body.with_code(_in_double)
         options = replace(segment.options, accumulate_dtype=torch.float64)
         segment = replace(segment, body=body, options=options)
         sizes = [self._number(symbol) for symbol in split.sizes]

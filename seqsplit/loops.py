@@ -22,7 +22,8 @@ class Loops:
     def forward(self, run: SegmentRun, operands: Sequence[Tensor], caches: Caches) -> list[Tensor]:
         gathered = _outputs(run)
         for index, (start, end) in enumerate(run.chunks):
-            gathered.add(start, end, run.call(index, run.inputs(index, operands), caches))
+            outputs = run.call(run.segment.body.module, index, run.inputs(index, operands), caches)
+            gathered.add(start, end, outputs)
         return gathered.whole()
 
     def forward_again(self, run: SegmentRun, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -38,7 +39,7 @@ class Loops:
         for index, (start, end) in enumerate(run.chunks):
             with torch.enable_grad(), own_saved_tensors():
                 leaves = accumulated.leaves(run.inputs(index, operands))
-                outputs = run.call(index, leaves, ())
+                outputs = run.call(run.segment.body.module, index, leaves, ())
             gathered.add(start, end, [output.detach() for output in outputs])
             cotangents = [
                 torch.ones_like(out) if spec.needs_grad else None
@@ -64,7 +65,7 @@ class Loops:
             for index, (start, end) in reversed(list(enumerate(run.chunks))):
                 with torch.enable_grad(), own_saved_tensors():
                     leaves = accumulated.leaves(run.inputs(index, operands))
-                    outputs = run.call(index, leaves, caches)
+                    outputs = run.visit(index, leaves, caches)
                 parts = [
                     None
                     if whole is None

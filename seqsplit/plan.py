@@ -8,7 +8,7 @@ share one body.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -81,6 +81,9 @@ class Body:
             the segment's sizes, the input tensors, the caches and the replay of random ops;
             returns the outputs.
         fill: the part of it that fills the caches, ``None`` without caches.
+        visit: what the backward differentiates, once the caches are filled: the same without
+            products whose values nobody reads then.
+        visit_last: that for the last chunk, whose rows it puts into the caches.
         inputs, outputs, caches: what these are.
         num_random: how many ops draw random numbers.
         fingerprint: equal for bodies of equal structure.
@@ -89,12 +92,28 @@ class Body:
 
     module: Callable
     fill: Callable | None
+    visit: Callable
+    visit_last: Callable
     inputs: tuple[BodyInput, ...]
     outputs: tuple[BodyOutput, ...]
     caches: tuple[CacheSpec, ...]
     num_random: int
     fingerprint: str
     in_half: bool = False
+
+    def with_code(self, change: Callable[[Callable], Callable]) -> Body:
+        """The same body, all of its code changed."""
+        changed = {
+            code: change(code)
+            for code in {self.module, self.fill, self.visit, self.visit_last} - {None}
+        }
+        return replace(
+            self,
+            module=changed[self.module],
+            fill=changed.get(self.fill),
+            visit=changed[self.visit],
+            visit_last=changed[self.visit_last],
+        )
 
     @property
     def is_head(self) -> bool:

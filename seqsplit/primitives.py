@@ -60,6 +60,10 @@ class Cache:
     def state(self, values: Tensor | None) -> None:
         self._values, self._complete = values, values is not None
 
+    def close(self) -> None:
+        """Every chunk has put its rows: what else is written is not looked at."""
+        self._complete = True
+
     def write(self, x: Tensor, start: int, end: int) -> None:
         """Put a chunk's rows where they belong, unless the forward has put all of them there."""
         if self._complete:
@@ -178,6 +182,9 @@ class Carry:
     @state.setter
     def state(self, received: dict[int, Tensor]) -> None:
         self._received = received
+
+    def close(self) -> None:
+        """Every chunk was handed its state."""
 
     def hand_on(self, state: Tensor) -> None:
         self._last = state.detach().clone()

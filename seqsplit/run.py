@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -68,13 +68,11 @@ class SegmentRun:
         ]
 
     def call(
-        self, index: int, inputs: Sequence[Tensor], caches: Caches, *, fill: bool = False
+        self, module: Callable, index: int, inputs: Sequence[Tensor], caches: Caches
     ) -> tuple[Tensor, ...]:
-        """Run the body (or the part of it that fills the caches) on one chunk."""
-        body = self.segment.body
+        """Run one of the body's modules on one chunk."""
         start, end = self.bounds[index : index + 2]
         self.replay.chunk = index
-        module = body.fill if fill else body.module
         # Past a module's call, which looks for hooks at every chunk.
         call = getattr(module, "forward", module)
         # A deferred value that is looked at runs bodies where torch functions of other classes (a
@@ -101,8 +99,20 @@ class SegmentRun:
                 cache.state = pytree.tree_map_only(Held, Held.get, state)
         elif caches:  # the last chunk fills its own rows when it is visited, first of all
             for index in range(len(self.bounds) - 2):
-                self.call(index, self.inputs(index, operands), caches, fill=True)
+                self.call(self.segment.body.fill, index, self.inputs(index, operands), caches)
         return caches
+
+    def visit(self, index: int, leaves: Sequence[Tensor], caches: Caches) -> tuple[Tensor, ...]:
+        """Run a chunk again, to be differentiated: its outputs' values are left open.
+
+        The last chunk is the first to be visited, and fills the caches' last rows.
+        """
+        body, is_last = self.segment.body, index == len(self.bounds) - 2
+        outputs = self.call(body.visit_last if is_last else body.visit, index, leaves, caches)
+        if is_last:
+            for cache in caches:
+                cache.close()
+        return outputs
 
     def release(self) -> None:
         """Forget what was kept for the backward."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .autocast import is_autocast_on
 
-__all__ = ["WeightGradient", "linear"]
+__all__ = ["WeightGradient", "linear", "unread_linear"]
 
 _BLOCK_ELEMENTS = 2**22
 
@@ -32,6 +32,13 @@ class WeightGradient:
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self._like, self._dtype = like, dtype
         self._sum: Tensor | None = None
+        self._cast = like
+
+    def weight_in(self, dtype: torch.dtype) -> Tensor:
+        """The tensor in the dtype of a product, under autocast: cast once for all chunks."""
+        if self._cast.dtype != dtype:
+            self._cast = self._like.to(dtype)
+        return self._cast
 
     def add(self, share: Tensor, *, last: bool = False) -> None:
         """Add a share; ``last`` if nothing will be added to it."""
@@ -62,12 +69,22 @@ class WeightGradient:
 
 
 class _Linear(torch.autograd.Function):
+    """``F.linear`` in the dtype of ``x``; the weight is cast to it."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: WeightGradient
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient: WeightGradient | None,
+        unread: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        weight = weight.to(x.dtype) if gradient is None else gradient.weight_in(x.dtype)
+        ctx.save_for_backward(None if gradient is None else x, weight)
         ctx.gradient = gradient
+        if unread:
+            return x.new_zeros(()).expand(*x.shape[:-1], weight.shape[0])
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -75,16 +92,34 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
-        ctx.gradient.add_product(rows, x.reshape(-1, x.shape[-1]))
+        if ctx.gradient is not None:
+            ctx.gradient.add_product(rows, x.reshape(-1, x.shape[-1]))
         for_x = grad @ weight if ctx.needs_input_grad[0] else None
         for_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return for_x, None, for_bias, None
+        return for_x, None, for_bias, None, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``; the weight's gradient goes to ``weight.seqsplit_gradient`` if there
-    is one. (Under autocast the product is of other tensors than these: then autograd does it.)"""
+    is one."""
+    return _linear(x, weight, bias, unread=False)
+
+
+def unread_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same where only gradients are wanted: its value may be left open, that is, zeros."""
+    return _linear(x, weight, bias, unread=True)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, unread: bool) -> Tensor:
     gradient = getattr(weight, "seqsplit_gradient", None)
-    if gradient is None or is_autocast_on(x.device):
+    plain = type(weight) in (Tensor, torch.nn.Parameter)  # other classes do their products
+    ours = gradient is not None or (unread and not weight.requires_grad)
+    if not plain or not ours:
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, gradient)
+    if is_autocast_on(x.device):
+        if torch.float64 in (x.dtype, weight.dtype):  # which autocast leaves as they are
+            return F.linear(x, weight, bias)
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    elif x.dtype != weight.dtype:
+        return F.linear(x, weight, bias)  # says what is wrong with it
+    return _Linear.apply(x, weight, bias, gradient, unread)

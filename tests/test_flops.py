@@ -198,6 +198,6 @@ def test_early_stop_spares_the_last_matmul_of_each_layer(model):
 def test_seqsplit_needs_no_more_than_checkpointing(model, chunk, batch):
     data = make_batch(SHAPE, 1024, batch)
     ours = count(OURS, model, chunk, data)
-    reference = count(CHECKPOINTED_FULL, model, chunk, data)
-    assert ours.total <= 1.03 * reference.total
+    reference = count(CHECKPOINTED, model, chunk, data)  # which stops early
+    assert ours.linear == reference.linear
     assert ours.attention <= reference.attention

@@ -49,7 +49,7 @@ def fits_one_chunk(node: Node, options: Options) -> bool:
 
 def _run(program: _Program, specs: list[BodyOutput], options: Options) -> tuple[Tensor, ...]:
     inputs, outputs = tuple(program.inputs), tuple(specs)
-    body = Body(program, None, inputs, outputs, (), 0, "", program.in_half)
+    body = Body(program, None, program, program, inputs, outputs, (), 0, "", program.in_half)
     segment = Segment(body, "values computed from the logits", options, program.width)
     rows = options.head_rows(program.width, program.operands[0].device.type)
     bounds = chunk_bounds(program.num_rows, rows)

@@ -1,0 +1,166 @@
+"""Products whose values nobody reads when a chunk is run again: skipped, and only these."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import seqsplit
+from seqsplit import weights
+from seqsplit.api import handle_of
+from seqsplit.passes import unread
+from seqsplit.weights import WeightGradient
+
+VOCAB, WIDTH, HEADS, LENGTH, BATCH = 23, 16, 2, 19, 2
+
+
+class Block(nn.Module):
+    """Attention and an MLP; what comes after a projection decides whether its value is read."""
+
+    def __init__(self, after_keys=None, after_mlp=None):
+        super().__init__()
+        self.norm, self.norm_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.gate = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.after_keys = after_keys or (lambda block, k: k)
+        self.after_mlp = after_mlp or (lambda block, y: y)
+
+    def forward(self, x):
+        y = self.norm(x)
+        keys = self.after_keys(self, self.k(y))
+        q, k, v = (
+            z.unflatten(-1, (HEADS, -1)).transpose(1, 2) for z in (self.q(y), keys, self.v(y))
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.after_mlp(self, self.down(F.gelu(self.up(self.norm_mlp(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def ids():
+    return torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def build(**options):
+    torch.manual_seed(0)
+    return Model(**options).double()
+
+
+def gradients(model):
+    loss = model(ids())
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return [grad for grad in found if grad is not None]  # not every block has its gate
+
+
+def assert_same(found, expected):
+    least = 1e-6 * max(grad.norm() for grad in expected)  # a bias of keys has hardly any gradient
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= 1e-9 * other.norm().clamp_min(least)
+
+
+def skipped(model):
+    """How many products the body of a block skips: in chunks before the last, and in that."""
+    body = handle_of(model).log[0].plan.segments[0].body
+    return tuple(
+        sum(node.target is weights.unread_linear for node in module.graph.nodes)
+        for module in (body.visit, body.visit_last)
+    )
+
+
+KEYS = {
+    "a table": (lambda block, k: k * torch.arange(k.shape[1])[:, None].cos(), True),
+    "a number": (lambda block, k: -k / 2 + 1, True),
+    "a dropout of nothing": (lambda block, k: F.dropout(k, 0.0), True),
+    "a norm": (lambda block, k: F.normalize(k, dim=-1), False),
+    "a square": (lambda block, k: k * k, False),
+    "a gate": (lambda block, k: k * block.gate, False),
+    "the gate over it": (lambda block, k: block.gate / (k.abs() + 1), False),
+    "another reader": (lambda block, k: k + 0 * k.sigmoid(), False),
+}
+
+
+@pytest.mark.parametrize("after", KEYS)
+def test_keys_are_projected_again_only_if_their_values_are_read(after):
+    function, spared = KEYS[after]
+    expected = gradients(build(after_keys=function))
+    model = seqsplit.compile(build(after_keys=function), chunk_size=4, strict=True)
+    assert_same(gradients(model), expected)
+    assert skipped(model) == (2 + spared, 1)  # values, and the last product of the MLP
+
+
+@pytest.mark.parametrize("after", KEYS)
+def test_the_last_product_is_computed_again_only_if_its_value_is_read(after):
+    function, spared = KEYS[after]
+    expected = gradients(build(after_mlp=function))
+    model = seqsplit.compile(build(after_mlp=function), chunk_size=4, strict=True)
+    assert_same(gradients(model), expected)
+    assert skipped(model) == (2 + spared, int(spared))
+
+
+def test_dropout_after_it_draws_what_it_drew():
+    model = seqsplit.compile(build(after_mlp=lambda block, y: F.dropout(y, 0.5)), chunk_size=4)
+    torch.manual_seed(3)
+    found = gradients(model)
+    assert skipped(model)[1] == 1
+    # The same masks from the same seed, in chunks as well, with nothing skipped.
+    body = handle_of(model).log[0].plan.segments[0].body
+    for part in ("visit", "visit_last"):
+        object.__setattr__(body, part, body.module)
+    torch.manual_seed(3)
+    for one, other in zip(found, gradients(model), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_value_that_is_skipped_though_it_is_read_is_caught(monkeypatch):
+    monkeypatch.setattr(unread, "_is_linear", lambda user, operand: True)
+    expected = gradients(build(after_keys=KEYS["a square"][0]))
+    model = seqsplit.compile(build(after_keys=KEYS["a square"][0]), chunk_size=4)
+    assert_same(gradients(model), expected)
+    report = seqsplit.explain(model, ids())
+    assert any("does not equal the original" in reason for _, reason in report.whole)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_an_unread_product_has_the_gradients_of_the_product(dtype, trained):
+    """Under autocast as well: the dtypes and the rounding are its own."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias, out = (
+        torch.randn(size, generator=generator) for size in ((2, 5, 8), (6, 8), (6,), (2, 5, 6))
+    )
+
+    def run(product, sums):
+        leaves = [t.clone().requires_grad_() for t in (x, bias)]
+        w = weight.clone().requires_grad_(trained)
+        if sums and trained:
+            w.seqsplit_gradient = WeightGradient(w, torch.float32)
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            y = product(leaves[0], w, leaves[1])
+        wanted = [*leaves, *([w] if trained else [])]
+        grads = list(torch.autograd.grad(y, wanted, out.to(y.dtype), allow_unused=True))
+        if sums and trained:
+            grads[-1] = w.seqsplit_gradient.take()
+        return y, grads
+
+    y, expected = run(F.linear, sums=False)
+    for product in (weights.linear, weights.unread_linear):
+        value, found = run(product, sums=True)
+        assert (value.dtype, value.shape) == (y.dtype, y.shape)
+        assert torch.equal(value, y) is (product is weights.linear)
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
