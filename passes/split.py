@@ -225,8 +225,13 @@ class _Writer:
             num_random=self._num_random,
             fingerprint=self._fingerprint(module, specs, (*operands, *targets)),
             in_half=self._in_half,
+            fills_alone=self._fills_alone(),
         )
         return SplitSegment(body, tuple(operands), tuple(sizes))
+
+    def _fills_alone(self) -> bool:
+        reads = set(self._reads)
+        return not any(reads & _ancestors(tuple(node.all_input_nodes)) for node in reads)
 
     def _surplus(self, node: fx.Node, placement: Placement) -> int:
         for dim, span in placement.spans:
@@ -269,7 +274,7 @@ class _Writer:
 
     def _read(self, node: fx.Node, placement: Placement, recipe: ReadKeys) -> None:
         rows = Placement(((recipe.dim, Span()),))
-        cache = self._new_cache(CacheSpec(recipe.dim))
+        cache = self._new_cache(CacheSpec(recipe.dim, window=recipe.span.window))
         x, first = self._values[node, rows], self.first(recipe.span)
         if (node, placement) in self._wanted_in_parts:
             both = self._call(

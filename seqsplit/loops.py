@@ -63,6 +63,7 @@ class Loops:
         with run.replay.restoring(), run.autocast.restored():
             caches = run.filled_caches(operands)
             for index, (start, end) in reversed(list(enumerate(run.chunks))):
+                run.fill_window(index, operands, caches)
                 with torch.enable_grad(), own_saved_tensors():
                     leaves = accumulated.leaves(run.inputs(index, operands))
                     outputs = run.visit(index, leaves, caches)

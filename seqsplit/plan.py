@@ -66,10 +66,12 @@ class BodyOutput:
 @dataclass(frozen=True)
 class CacheSpec:
     """What chunks hand on along ``dim``: a buffer of rows that later ones read (K or V, usually),
-    or, if it ``carries``, the state of a scan."""
+    all of them or those in a ``window`` that ends with their own, or, if it ``carries``, the state
+    of a scan."""
 
     dim: int
     carries: bool = False
+    window: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +90,8 @@ class Body:
         num_random: how many ops draw random numbers.
         fingerprint: equal for bodies of equal structure.
         in_half: whether something in it is computed in float16.
+        fills_alone: whether what a chunk puts into the caches does not depend on what others have
+            put there.
     """
 
     module: Callable
@@ -100,6 +104,7 @@ class Body:
     num_random: int
     fingerprint: str
     in_half: bool = False
+    fills_alone: bool = False
 
     def with_code(self, change: Callable[[Callable], Callable]) -> Body:
         """The same body, all of its code changed."""
@@ -114,6 +119,14 @@ class Body:
             visit=changed[self.visit],
             visit_last=changed[self.visit_last],
         )
+
+    @property
+    def window(self) -> int | None:
+        """The widest window in which chunks read what others hand on; ``None`` if a chunk's part
+        in that cannot be forgotten and made again."""
+        if not self.caches or not self.fills_alone or any(c.window is None for c in self.caches):
+            return None
+        return max(cache.window for cache in self.caches)
 
     @property
     def is_head(self) -> bool:

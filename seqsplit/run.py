@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,15 @@ from .autocast import Autocast
 from .held import Held
 from .parts import take_part
 from .plan import Segment
-from .primitives import Cache, Carry, Replay
+from .primitives import Cache, Carry, Replay, keys_start
+from .sliding import SlidingCache
 
 if TYPE_CHECKING:
     from .loops import Loops
 
 __all__ = ["SegmentRun", "chunk_bounds"]
 
-Caches = Sequence[Cache | Carry]
+Caches = Sequence[Cache | Carry | SlidingCache]
 
 
 def chunk_bounds(length: int, rows: int) -> list[int]:
@@ -80,35 +81,58 @@ class SegmentRun:
         with torch._C._EnableTorchFunction():
             return call(start, end, self.length, *self.sizes, *inputs, *caches, self.replay)
 
-    def new_caches(self) -> list[Cache | Carry]:
-        dtype = self.segment.options.accumulate_dtype
+    @property
+    def slides(self) -> bool:
+        """Whether the caches hold a window of the sequence only."""
+        window, rows = self.segment.body.window, self.bounds[1]
+        kept = self.segment.options.schedule.keep_keys
+        return window is not None and not kept and window + 2 * rows < self.length
+
+    def new_caches(self) -> list[Cache | Carry | SlidingCache]:
+        dtype, specs = self.segment.options.accumulate_dtype, self.segment.body.caches
+        if self.slides:
+            window = self.segment.body.window
+            return [SlidingCache(spec.dim, window, dtype) for spec in specs]
         return [
-            Carry(dtype) if spec.carries else Cache(spec.dim, self.length, dtype)
-            for spec in self.segment.body.caches
+            Carry(dtype) if spec.carries else Cache(spec.dim, self.length, dtype) for spec in specs
         ]
 
     def keep_states(self, caches: Caches) -> None:
         """Keep what the forward has put into the caches."""
         self.states = [pytree.tree_map_only(Tensor, Held, cache.state) for cache in caches]
 
-    def filled_caches(self, operands: Sequence[Tensor]) -> list[Cache | Carry]:
+    def filled_caches(self, operands: Sequence[Tensor]) -> Caches:
         """Caches as the forward left them: from what was kept, or by filling them again."""
         caches = self.new_caches()
         if self.states is not None:
             for cache, state in zip(caches, self.states):
                 cache.state = pytree.tree_map_only(Held, Held.get, state)
-        elif caches:  # the last chunk fills its own rows when it is visited, first of all
-            for index in range(len(self.bounds) - 2):
-                self.call(self.segment.body.fill, index, self.inputs(index, operands), caches)
+        elif caches and not self.slides:
+            # The last chunk fills its own rows when it is visited, first of all.
+            self._fill(range(len(self.bounds) - 2), operands, caches)
         return caches
+
+    def fill_window(self, index: int, operands: Sequence[Tensor], caches: Caches) -> None:
+        """Put into sliding caches what the visit of a chunk reads, as far as it is not there."""
+        if not self.slides:
+            return
+        first = keys_start(self.bounds[index], self.segment.body.window)
+        seen = [i for i in range(index + 1) if i == index or self.bounds[i + 1] > first]
+        self._fill([i for i in seen if not caches[0].holds(self.bounds[i])], operands, caches)
+
+    def _fill(self, indices: Iterable[int], operands: Sequence[Tensor], caches: Caches) -> None:
+        for index in indices:
+            self.call(self.segment.body.fill, index, self.inputs(index, operands), caches)
 
     def visit(self, index: int, leaves: Sequence[Tensor], caches: Caches) -> tuple[Tensor, ...]:
         """Run a chunk again, to be differentiated: its outputs' values are left open.
 
-        The last chunk is the first to be visited, and fills the caches' last rows.
+        The last chunk is the first to be visited. It fills the caches' last rows, unless they
+        slide.
         """
         body, is_last = self.segment.body, index == len(self.bounds) - 2
-        outputs = self.call(body.visit_last if is_last else body.visit, index, leaves, caches)
+        fills = is_last and not self.slides
+        outputs = self.call(body.visit_last if fills else body.visit, index, leaves, caches)
         if is_last:
             for cache in caches:
                 cache.close()
