@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
+
+from torch import nn
 
 import seqsplit
 from seqsplit import Schedule
@@ -16,6 +19,7 @@ from .names import (
     CHUNKED,
     COMPILED,
     EAGER,
+    INDUCTOR,
     KEPT,
     OURS,
     OURS_THIRDS,
@@ -31,18 +35,19 @@ _BASELINES: dict[str, Callable[[Decoder, int, int], baselines.Loss]] = {
     TILED: baselines.tiled,
     COMPILED: lambda model, chunk, loss_chunk: baselines.compiled_layers(model, loss_chunk),
 }
-# Schedules of ours.
-SCHEDULES = {
-    OURS: Schedule(),
-    OURS_THIRDS: Schedule(),
-    KEPT: Schedule(keep_attention=True),
-    THREE: Schedule(forwards=3),
+# Options of ours.
+OPTIONS: dict[str, dict[str, Any]] = {
+    OURS: {},
+    OURS_THIRDS: {},
+    KEPT: {"schedule": Schedule(keep_attention=True)},
+    THREE: {"schedule": Schedule(forwards=3)},
+    INDUCTOR: {"inner": "inductor"},
 }
-METHODS = (*_BASELINES, *SCHEDULES)
+METHODS = (*_BASELINES, *OPTIONS)
 
 # Their code is generated: it calls the allocator and the matrix products directly, out of sight of
 # everything but the allocator's own records.
-GENERATED = (COMPILED,)
+GENERATED = (COMPILED, INDUCTOR)
 
 
 def build(
@@ -60,11 +65,15 @@ def build(
         ValueError: there is no such method.
     """
     loss_chunk = chunk if loss_chunk is None else loss_chunk
-    if method in SCHEDULES:
-        sizes = {"chunk_size": chunk, "head_chunk_size": loss_chunk}
-        schedule = SCHEDULES[method]
-        compiled = seqsplit.compile(copy.deepcopy(model), schedule=schedule, **sizes)
+    if method in OPTIONS:
+        compiled = compile_for(method, copy.deepcopy(model), chunk, loss_chunk)
         return compiled, compiled
     if method in _BASELINES:
         return _BASELINES[method](model, chunk, loss_chunk), model
     raise ValueError(f"unknown method {method!r}; one of {METHODS}")
+
+
+def compile_for(method: str, model: nn.Module, chunk: int, loss_chunk: int) -> nn.Module:
+    """Compile a model, in place, as one of our methods."""
+    sizes = {"chunk_size": chunk, "head_chunk_size": loss_chunk}
+    return seqsplit.compile(model, **sizes, **OPTIONS[method])

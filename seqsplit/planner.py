@@ -21,7 +21,7 @@ from .errors import InvalidOptionError, format_message, invalid_option
 from .forecast import Forecast, Parts, parts_of_stretches
 from .memory import track_memory
 from .options import Options
-from .plan import Plan
+from .plan import Plan, Segment
 from .rehearsal import rehearse_segment
 from .schedule import Schedule
 
@@ -44,6 +44,7 @@ _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
 # The lengths that are rehearsed, in chunks: from here on what a chunk needs besides the sequence's
 # own buffers is the same for all of them.
 _CHUNKS = (6, 9)
+_LEAST_ROWS = 128  # of a chunk, when chunks are made smaller to fit
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class TrainingPlan:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for :func:`seqsplit.compile`: those of the recommended schedule.
+        """Keyword arguments for :func:`seqsplit.compile`: the recommended schedule, and the chunks.
 
         Raises:
             ValueError: nothing fits.
@@ -107,7 +108,11 @@ class TrainingPlan:
                 f"no schedule fits {self.seq_len} tokens into {_gib(self.memory_bytes)}; "
                 f"the longest sequence is {max(c.longest for c in self.choices):,}"
             )
-        return {"schedule": self.recommended.schedule}
+        return {
+            "schedule": self.recommended.schedule,
+            "chunk_size": self.chunk_size,
+            "head_chunk_size": self.head_chunk_size,
+        }
 
     def __str__(self) -> str:
         columns = ("peak", "stored", "working", "gradients", "KiB/token", "longest")
@@ -171,7 +176,9 @@ def plan(
             fragmentation.
         accumulate: whether gradients are there already when the step begins (gradient
             accumulation), instead of being made by it.
-        chunk_size, head_chunk_size, segment_layers: as for :func:`seqsplit.compile`.
+        chunk_size, head_chunk_size: rows per chunk. ``"auto"`` plans with as many as keep the
+            device busy, and with half of them again and again as long as nothing fits.
+        segment_layers: as for :func:`seqsplit.compile`.
         schedules: by name, from the fastest to the one with the least memory; a choice of usual
             ones by default.
         step: ``step(model, ids)`` returns the loss for token ids ``[batch, seq]``; by default the
@@ -199,34 +206,29 @@ def plan(
         chunk_size=chunk_size, head_chunk_size=head_chunk_size, segment_layers=segment_layers
     )
     rehearsal = _Rehearsal(twin, step or _next_token_loss, replace(options, validate=False))
-    choices = []
-    for name, schedule in (schedules or SCHEDULES).items():
-        if progress is not None:
-            progress(name)
-        forecast = rehearsal.forecast(schedule, batch_size, accumulate)
-        parts = forecast.at(seq_len)
-        resident = weight_bytes + optimizer_bytes
-        choices.append(
-            Choice(
-                name,
-                schedule,
-                parts,
-                resident + parts.total,
-                forecast.longest(budget - resident),
-                forecast.growth(seq_len),
-            )
+    resident = weight_bytes + int(optimizer_bytes)
+    while True:
+        choices = []
+        for name, schedule in (schedules or SCHEDULES).items():
+            if progress is not None:
+                progress(name)
+            forecast = rehearsal.forecast(schedule, batch_size, accumulate)
+            parts, growth = forecast.at(seq_len), forecast.growth(seq_len)
+            longest = forecast.longest(budget - resident)
+            total = resident + parts.total
+            choices.append(Choice(name, schedule, parts, total, longest, growth))
+        found = TrainingPlan(
+            seq_len,
+            batch_size,
+            budget,
+            weight_bytes,
+            int(optimizer_bytes),
+            tuple(choices),
+            *rehearsal.rows(),
         )
-    layers, heads = rehearsal.rows()
-    return TrainingPlan(
-        seq_len,
-        batch_size,
-        budget,
-        weight_bytes,
-        int(optimizer_bytes),
-        tuple(choices),
-        layers,
-        heads,
-    )
+        could_fit = any(c.peak_bytes - c.parts.working <= budget for c in choices)
+        if found.recommended is not None or not could_fit or not rehearsal.halve_chunks():
+            return found
 
 
 class _Rehearsal(Handle):
@@ -235,34 +237,54 @@ class _Rehearsal(Handle):
     def __init__(self, model: nn.Module, step: Step, options: Options) -> None:
         self._model, self._step = model, step
         self._schedule = options.schedule
-        self._variants: dict[tuple[int, Schedule], Plan] = {}
+        names = ("chunk_size", "head_chunk_size")
+        self._automatic = {name for name in names if getattr(options, name) is None}
+        self._variants: dict[tuple[int, Options], Plan] = {}
         super().__init__(model._call_impl, options, [model], executor_running(rehearse_segment()))
         model._compiled_call_impl = self  # as compile() would: a loss outside of it stays there
 
     def choose(self, plan: Plan) -> Plan:
-        key = id(plan), self._schedule
+        options = replace(self.options, schedule=self._schedule)
+        key = id(plan), options
         if key not in self._variants:
-            self._variants[key] = plan.with_options(replace(self.options, schedule=self._schedule))
+            self._variants[key] = plan.with_options(options)
         return self._variants[key]
+
+    def halve_chunks(self) -> bool:
+        """Go on with chunks of half the size, where sizes are automatic and not small yet."""
+        names = ("chunk_size", "head_chunk_size")
+        halves = {
+            name: rows // 2
+            for name, rows in zip(names, self.rows())
+            if name in self._automatic and rows >= 2 * _LEAST_ROWS
+        }
+        self.options = replace(self.options, **halves)
+        return bool(halves)
 
     def forecast(self, schedule: Schedule, batch_size: int, accumulate: bool) -> Forecast:
         self._schedule = schedule
         if not self._variants:
             self._run(batch_size, 256, accumulate)  # captures
         rows = max(self.rows())
-        lengths = tuple(count * rows for count in _CHUNKS)
+        windows = -(-self._widest_window() // rows)  # beyond which caches do not grow
+        lengths = tuple((count + windows) * rows for count in _CHUNKS)
         shorter, longer = (self._parts(batch_size, length, accumulate) for length in lengths)
         return Forecast(lengths, shorter, longer)
 
     def rows(self) -> tuple[int, int]:
         """Rows per chunk in layers, and in the head."""
-        segments = [s for run in self.log if isinstance(run.plan, Plan) for s in run.plan.segments]
         far = 2**40
         rows = dict.fromkeys((False, True), 1)
-        for segment in segments:
+        for segment in self._segments():
             is_head = segment.body.is_head
             rows[is_head] = max(rows[is_head], segment.chunk_rows(far, "meta"))
         return rows[False], rows[True]
+
+    def _widest_window(self) -> int:
+        return max((segment.body.window or 0 for segment in self._segments()), default=0)
+
+    def _segments(self) -> list[Segment]:
+        return [s for run in self.log if isinstance(run.plan, Plan) for s in run.plan.segments]
 
     def _parts(self, batch_size: int, length: int, accumulate: bool) -> list[Parts]:
         self._run(batch_size, length, accumulate)  # the loops that have not been run yet

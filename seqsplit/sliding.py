@@ -27,19 +27,19 @@ class SlidingCache:
     def __init__(self, dim: int, window: int, accumulate_dtype: torch.dtype) -> None:
         self._dim, self._window = dim, window
         self._accumulate_dtype = accumulate_dtype
-        self._rows: dict[int, Tensor] = {}  # by first position, in no order
+        self.state: dict[int, Tensor] = {}  # rows by their first position, in no order
         self._grads: dict[int, Tensor] = {}
         self._top = 0  # the last position that was written
 
     def holds(self, start: int) -> bool:
         """Whether the rows of the chunk that begins at ``start`` are there."""
-        return start in self._rows
+        return start in self.state
 
     def write(self, x: Tensor, start: int, end: int) -> None:
         """Take a chunk's rows, unless they are there."""
-        if start in self._rows:
+        if start in self.state:
             return
-        self._rows[start] = x.detach().clone()  # it may be a part of something wider
+        self.state[start] = x.detach().clone()  # it may be a part of something wider
         if end > self._top:
             self._top = end
             self._forget_before(keys_start(start, self._window))
@@ -48,7 +48,7 @@ class SlidingCache:
         """A copy of rows ``[start, end)``."""
         return torch.cat(
             [
-                self._rows[begin].narrow(self._dim, first, last - first)
+                self.state[begin].narrow(self._dim, first, last - first)
                 for begin, first, last in self._parts(start, end)
             ],
             self._dim,
@@ -60,13 +60,13 @@ class SlidingCache:
         for begin, first, last in self._parts(start, end):
             if begin not in self._grads:
                 dtype = torch.promote_types(grad.dtype, self._accumulate_dtype)
-                self._grads[begin] = torch.zeros_like(self._rows[begin], dtype=dtype)
+                self._grads[begin] = torch.zeros_like(self.state[begin], dtype=dtype)
             own = self._grads[begin].narrow(self._dim, first, last - first)
             own.add_(grad.narrow(self._dim, begin + first - start, last - first))
 
     def take_grad(self, start: int, end: int, dtype: torch.dtype) -> Tensor | None:
         """The gradient of a chunk's rows, all later chunks having been visited; and forget both."""
-        del self._rows[start]
+        del self.state[start]
         grad = self._grads.pop(start, None)
         return None if grad is None else grad.to(dtype)
 
@@ -76,14 +76,14 @@ class SlidingCache:
     def _parts(self, start: int, end: int) -> list[tuple[int, int, int]]:
         """Which rows of which chunk make up ``[start, end)``: ``(begin, first, last)``."""
         parts = []
-        for begin in sorted(self._rows):
-            size = self._rows[begin].shape[self._dim]
+        for begin in sorted(self.state):
+            size = self.state[begin].shape[self._dim]
             first, last = max(start - begin, 0), min(end - begin, size)
             if first < last:
                 parts.append((begin, first, last))
         return parts
 
     def _forget_before(self, first: int) -> None:
-        for begin in list(self._rows):
-            if begin + self._rows[begin].shape[self._dim] <= first:
-                del self._rows[begin]
+        for begin in list(self.state):
+            if begin + self.state[begin].shape[self._dim] <= first:
+                del self.state[begin]

@@ -56,6 +56,37 @@ def test_the_predicted_peak_is_the_tracked_one(shape):
             assert choice.peak_bytes == held + choice.parts.total
 
 
+@pytest.mark.parametrize("window", [200, 700])
+def test_keys_of_a_window_do_not_grow(window):
+    shape = DecoderShape(d=64, layers=1, heads=8, kv_heads=8, ff=96, vocab=61, window=window)
+    model = common.make_model(shape, torch.float32, "cpu")
+    options = {"schedules": {"checkpoints": Schedule()}, "step": step, "optimizer": "none"}
+    mine = seqsplit.compile(copy.deepcopy(model), **OPTIONS)
+    common.train_step(mine, mine, make_batch(shape, 128))
+    for length in (1280, 2560):
+        (choice,) = seqsplit.plan(model, seq_len=length, **options, **OPTIONS).choices
+        mine.zero_grad(set_to_none=True)
+        with seqsplit.track_memory() as memory:
+            common.train_step(mine, mine, make_batch(shape, length))
+        assert choice.parts.total == pytest.approx(memory.peak_bytes, rel=0.03)
+
+
+def test_automatic_chunks_are_made_smaller_until_a_step_fits():
+    model = common.make_model(SHAPES["grouped"], torch.float32, "cpu")
+    options = {"seq_len": 8192, "schedules": {"checkpoints": Schedule()}, "step": step}
+    options |= {"optimizer": "none", "headroom": 0}
+    roomy = seqsplit.plan(model, memory="4GB", **options)
+    small = {"chunk_size": roomy.chunk_size // 4, "head_chunk_size": roomy.head_chunk_size // 4}
+    wanted = seqsplit.plan(model, memory="4GB", **options, **small).choices[0].peak_bytes
+    tight = seqsplit.plan(model, memory=wanted + 1, **options)
+    assert tight.recommended is not None
+    assert tight.options == {"schedule": Schedule(), **small}
+    asked = {"chunk_size": roomy.chunk_size, "head_chunk_size": roomy.head_chunk_size}
+    assert seqsplit.plan(model, memory=wanted + 1, **options, **asked).recommended is None
+    hopeless = seqsplit.plan(model, memory="1MB", **options)
+    assert (hopeless.chunk_size, hopeless.recommended) == (roomy.chunk_size, None)
+
+
 def test_the_longest_sequence_is_where_the_peak_meets_the_memory():
     shape = SHAPES["grouped"]
     with torch.device("meta"):
@@ -65,7 +96,7 @@ def test_the_longest_sequence_is_where_the_peak_meets_the_memory():
     (choice,) = plan.choices
     assert plan.memory_bytes == 64 * 2**20
     assert plan.recommended is choice
-    assert plan.options == {"schedule": Schedule()}
+    assert plan.options == {"schedule": Schedule(), **OPTIONS}
     at_most = seqsplit.plan(model, seq_len=choice.longest, memory="64MB", **options)
     assert at_most.choices[0].peak_bytes == pytest.approx(plan.memory_bytes, rel=1e-3)
     beyond = seqsplit.plan(model, seq_len=choice.longest + 64, memory="64MB", **options)

@@ -81,7 +81,7 @@ def caches(monkeypatch):
 
         def write(self, x, start, end):
             super().write(x, start, end)
-            held = sum(rows.shape[self._dim] for rows in self._rows.values())
+            held = sum(rows.shape[self._dim] for rows in self.state.values())
             self.most = max(self.most, held)
 
     monkeypatch.setattr(run, "SlidingCache", Watched)

@@ -13,6 +13,7 @@ from ..names import (
     CHUNKED,
     COMPILED,
     EAGER,
+    INDUCTOR,
     KEPT,
     OURS,
     OURS_THIRDS,
@@ -39,6 +40,7 @@ ORDER = (
     STREAMBP_THIRDS,
     OURS,
     OURS_THIRDS,
+    INDUCTOR,
     KEPT,
     THREE,
 )
@@ -160,7 +162,7 @@ def quick() -> Plan:
     lengths = [512, 1024]
     methods = (EAGER, CHECKPOINTED, CHECKPOINTED_FULL, CHUNKED, TILED, COMPILED, OURS, KEPT)
     plan.measure(DECODER, "tiny", 128, dict.fromkeys(methods, lengths))
-    plan.race(DECODER, "tiny", 128, 1024, (OURS, KEPT, COMPILED, CHUNKED), rounds=5)
+    plan.race(DECODER, "tiny", 128, 1024, (OURS, INDUCTOR, KEPT, COMPILED, CHUNKED), rounds=5)
     peers = (CHECKPOINTED, CHECKPOINTED_OLD, STREAMBP, STREAMBP_THIRDS, OURS, OURS_THIRDS)
     plan.measure(LLAMA, "tiny", 128, dict.fromkeys(peers, lengths))
     plan.gradients = _gradients("tiny", 512, 128)
@@ -182,7 +184,9 @@ def default() -> Plan:
         plan.measure(DECODER, shape, 512, dict.fromkeys(methods, lengths[:4]))
     plan.measure(DECODER, "small", 1024, dict.fromkeys(methods, lengths), dtype="bfloat16")
     plan.gradients = _gradients("small", 2048, 1024)
-    plan.race(DECODER, "small", 1024, 4096, (OURS, KEPT, COMPILED, TILED, CHUNKED), rounds=3)
+    plan.race(
+        DECODER, "small", 1024, 4096, (OURS, INDUCTOR, KEPT, COMPILED, TILED, CHUNKED), rounds=3
+    )
     plan.race(DECODER, "small", 1024, 8192, (OURS, KEPT, CHUNKED), rounds=3)
     peers = (OURS, OURS_THIRDS, STREAMBP_THIRDS, STREAMBP)
     versions = (CHECKPOINTED_OLD, CHECKPOINTED)
@@ -197,7 +201,7 @@ def full() -> Plan:
     for shape in ("mha", "tied", "window", "moe"):
         plan.race(DECODER, shape, 512, 8192, (OURS, KEPT, CHUNKED), rounds=5)
     plan.race(DECODER, "small", 1024, 2048, (OURS, KEPT, CHUNKED), rounds=7)
-    plan.race(DECODER, "small", 1024, 16_384, (OURS, KEPT, CHUNKED), rounds=5)
+    plan.race(DECODER, "small", 1024, 16_384, (OURS, KEPT, CHUNKED), rounds=3)
     plan.race(DECODER, "small", 1024, 2048, (OURS, KEPT, CHUNKED), rounds=3, dtype="bfloat16")
     plan.race(LLAMA, "small", 1024, 8192, (OURS, OURS_THIRDS, STREAMBP_THIRDS, STREAMBP), rounds=3)
     return plan

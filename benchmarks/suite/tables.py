@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ..floor import floor
+from ..methods import OPTIONS
 from ..models import SHAPES
-from ..names import CHECKPOINTED_FULL, COMPILED, KEPT, OURS, OURS_THIRDS
+from ..names import CHECKPOINTED_FULL, COMPILED, OURS
 from .cases import DECODER
 from .figures import head_flops, longest, slopes, units
 from .results import Group, RaceResult
@@ -88,7 +89,7 @@ def race(found: RaceResult) -> str:
     for method, seconds in found.seconds.items():
         wall, cpu = found.ratios(method), found.ratios(method, cpu=True)
         low, high = wall.quartiles
-        compiled = method in (OURS, OURS_THIRDS, KEPT, COMPILED)
+        compiled = method in (*OPTIONS, COMPILED)
         rows.append(
             [
                 method,

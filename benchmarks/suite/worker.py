@@ -6,11 +6,9 @@ import sys
 
 from torch import Tensor, nn
 
-import seqsplit
-
 from ..batches import make_batch
 from ..common import DTYPES, make_model
-from ..methods import GENERATED, SCHEDULES, build
+from ..methods import GENERATED, OPTIONS, build, compile_for
 from ..models import SHAPES
 from ..names import CHECKPOINTED
 from .cases import DECODER, Case
@@ -38,7 +36,7 @@ def subject(case: Case) -> Subject:
     def prepare(length: int) -> None:
         """Compile for the chunks of another length, and take the step that compiles."""
         if (new := case.at(length)).chunk != case.at(WARM_UP).chunk:
-            compiled(trained, new)
+            compile_for(case.method, trained, new.chunk, new.loss_chunk)
             step(WARM_UP)
 
     return Subject(trained, step, case.method in GENERATED, prepare)
@@ -48,14 +46,10 @@ def llama(case: Case) -> nn.Module:
     model = make_llama(SHAPES[case.shape], case.dtype)
     if case.method == CHECKPOINTED:
         return checkpointed(model)
-    if case.method in SCHEDULES:
-        return compiled(model, case.at(WARM_UP))
+    if case.method in OPTIONS:
+        first = case.at(WARM_UP)
+        return compile_for(case.method, model, first.chunk, first.loss_chunk)
     raise ValueError(f"no way to run {case.method!r} on this model")
-
-
-def compiled(model: nn.Module, case: Case) -> nn.Module:
-    sizes = {"chunk_size": case.chunk, "head_chunk_size": case.loss_chunk}
-    return seqsplit.compile(model, **sizes, schedule=SCHEDULES[case.method])
 
 
 if __name__ == "__main__":
