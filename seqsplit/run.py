@@ -127,11 +127,11 @@ class SegmentRun:
     def visit(self, index: int, leaves: Sequence[Tensor], caches: Caches) -> tuple[Tensor, ...]:
         """Run a chunk again, to be differentiated: its outputs' values are left open.
 
-        The last chunk is the first to be visited. It fills the caches' last rows, unless they
-        slide.
+        The last chunk is the first to be visited, and fills the caches' last rows, unless they
+        slide or were kept.
         """
         body, is_last = self.segment.body, index == len(self.bounds) - 2
-        fills = is_last and not self.slides
+        fills = is_last and not self.slides and self.states is None
         outputs = self.call(body.visit_last if fills else body.visit, index, leaves, caches)
         if is_last:
             for cache in caches:

@@ -290,6 +290,32 @@ def test_offloaded_inputs_leave_one_layer_on_the_device(growth):
     assert found["offload"] <= 1.10 * (live + tables(shape))
 
 
+def test_all_layers_in_one_segment_keep_nothing_but_keys():
+    """Chunk by chunk through all layers: for narrow keys less than the layers' inputs."""
+    shape = DecoderShape(d=64, layers=10, heads=8, kv_heads=1, ff=96, vocab=64)
+    model = common.make_model(shape, torch.float32, "cpu")
+    options = {"chunk_size": 64, "head_chunk_size": 64, "segment_layers": shape.layers}
+    mine = compiled(model, Schedule(keep_keys=True), **options)
+    double, batch = copy.deepcopy(model).double(), make_batch(shape, 100, 2)
+    expected = gradients(double, copy.deepcopy(double), batch)
+    assert_same(
+        gradients(double, compiled(double, Schedule(keep_keys=True), **options), batch), expected
+    )
+    report = seqsplit.explain(mine, *batch)
+    assert len(report.segments) == 2  # the layers, the head
+    peaks = []
+    for length in (512, 1024):
+        batch = make_batch(shape, length, 1)
+        mine.zero_grad(set_to_none=True)
+        with seqsplit.track_memory() as memory:
+            common.train_step(mine, mine, batch)
+        peaks.append(memory.peak_bytes)
+    # K, V, dK, dV of all layers, the embeddings and the last hidden states with their gradients.
+    arithmetic = 4 * (shape.layers * 4 * shape.kv + 4 * shape.d)
+    assert (peaks[1] - peaks[0]) / 512 <= 1.10 * (arithmetic + tables(shape))
+    assert arithmetic < floor(shape, torch.float32).total
+
+
 def tables(shape):
     """Rotary tables (sine and cosine), tokens and labels: there once, whatever the schedule."""
     return 4 * shape.head_dim + 2 * 8
