@@ -296,9 +296,9 @@ class _Pushing:
                 window = Placement(((dim, Span(Kind.KEYS, reach_of(node) + 1)),))
                 source, *others = operands_of(node)
                 return Stencil(((source, window), *((other, Whole) for other in others)))
-        if (recurrence := recurrence_of(node.target)) is not None:
-            if placement == Chunk(recurrence.dim):
-                return Scan(_wanted_by(recurrence, operands_of(node)), recurrence.dim)
+        recurrence = recurrence_of(node.target)
+        if recurrence is not None and placement == Chunk(recurrence.dim):
+            return Scan(_wanted_by(recurrence, operands_of(node)), recurrence.dim)
         if node.target in SCANS:
             dim = node.args[1] % node.meta["val"].ndim
             if placement == Chunk(dim):

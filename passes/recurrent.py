@@ -141,6 +141,17 @@ class _Place:
     index: int
 
 
+class _Untouched:
+    """Stands for an argument that the function may pass by, but not look into: nothing can be
+    done with it."""
+
+    def __repr__(self) -> str:
+        return "untouched"
+
+
+_UNTOUCHED = _Untouched()
+
+
 @dataclass(frozen=True)
 class Call:
     """A call as a function of its tensors and its state.
@@ -209,8 +220,9 @@ def call_of(
 ) -> tuple[Call, list[Tensor]] | None:
     """A call and its operands, the model's own state last; ``None`` if an argument is not known.
 
-    Every tensor has to be of ordinary floating-point numbers: what integers mean (where documents
-    start) is not known.
+    Operands are tensors of ordinary floating-point numbers. What others mean is not known (where
+    documents start, what the model hands to all its layers alike): the function is called with
+    something in their place that it cannot use.
     """
     parameters = inspect.signature(function).parameters
     names = [
@@ -227,14 +239,10 @@ def call_of(
     state_at, flag_at = key(convention.state), key(convention.flag)
     state, flag = given.get(state_at), given.get(flag_at, parameters[convention.flag].default)
     given |= {state_at: None, flag_at: False}
+    given = {k: v if _is_plain(v) or not _varies(v) else _UNTOUCHED for k, v in given.items()}
     operands = [value for value in given.values() if isinstance(value, Tensor)]
-    begins = [state] if isinstance(state, Tensor) else []
-    leaves = pytree.tree_leaves((args, kwargs))
+    begins = [state] if _is_plain(state) else []
     if not isinstance(flag, bool) or not (state is None or begins) or not operands:
-        return None
-    if sum(isinstance(leaf, (Tensor, torch.SymInt)) for leaf in leaves) > len(operands + begins):
-        return None  # inside a tuple, or a size
-    if not all(_is_plain(tensor) for tensor in operands + begins):
         return None
     places = map(_Place, range(len(operands)))
     given = {k: next(places) if isinstance(v, Tensor) else v for k, v in given.items()}
@@ -245,8 +253,15 @@ def call_of(
     return call, operands + begins
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and not is_traceable_wrapper_subclass(tensor)
+def _is_plain(value: Any) -> bool:
+    if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
+        return False
+    return value.is_floating_point()
+
+
+def _varies(value: Any) -> bool:
+    """Whether an argument holds what is not the same at each call of the graph."""
+    return any(isinstance(x, (Tensor, torch.SymInt)) for x in pytree.tree_leaves(value))
 
 
 # -- what is proved --------------------------------------------------------------------------------
