@@ -141,9 +141,19 @@ class _Place:
     index: int
 
 
-class _Untouched:
-    """Stands for an argument that the function may pass by, but not look into: nothing can be
-    done with it."""
+class _Untouched(Tensor):
+    """Stands for a tensor that the function may hand around, but not look into: whatever is done
+    with it is an error."""
+
+    @staticmethod
+    def __new__(cls) -> _Untouched:
+        return Tensor._make_wrapper_subclass(cls, (0,))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"{function} on an argument whose meaning is not known")
+
+    __torch_dispatch__ = __torch_function__
 
     def __repr__(self) -> str:
         return "untouched"
@@ -239,13 +249,17 @@ def call_of(
     state_at, flag_at = key(convention.state), key(convention.flag)
     state, flag = given.get(state_at), given.get(flag_at, parameters[convention.flag].default)
     given |= {state_at: None, flag_at: False}
-    given = {k: v if _is_plain(v) or not _varies(v) else _UNTOUCHED for k, v in given.items()}
-    operands = [value for value in given.values() if isinstance(value, Tensor)]
+    operands = [value for value in given.values() if _is_plain(value)]
     begins = [state] if _is_plain(state) else []
     if not isinstance(flag, bool) or not (state is None or begins) or not operands:
         return None
+    if any(isinstance(x, torch.SymInt) for x in pytree.tree_leaves(given)):
+        return None
     places = map(_Place, range(len(operands)))
-    given = {k: next(places) if isinstance(v, Tensor) else v for k, v in given.items()}
+    given = {
+        k: next(places) if _is_plain(v) else pytree.tree_map_only(Tensor, lambda _: _UNTOUCHED, v)
+        for k, v in given.items()
+    }
     own_args = tuple(given.pop(index) for index in range(len(args)))
     own_kwargs, ends = tuple(given.items()), flag
     places = (state_at, flag_at)
@@ -257,11 +271,6 @@ def _is_plain(value: Any) -> bool:
     if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
         return False
     return value.is_floating_point()
-
-
-def _varies(value: Any) -> bool:
-    """Whether an argument holds what is not the same at each call of the graph."""
-    return any(isinstance(x, (Tensor, torch.SymInt)) for x in pytree.tree_leaves(value))
 
 
 # -- what is proved --------------------------------------------------------------------------------

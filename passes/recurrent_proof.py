@@ -216,14 +216,13 @@ def _same(trial: _Trial, dim: int, double: bool) -> bool:
 
 def _results(run: Callable, values: Sequence[Tensor]) -> list[Tensor]:
     """Output, final state and the gradients of all operands."""
+    if any(result.requires_grad for result in run([value.detach() for value in values])):
+        raise TypeError("it differentiates what it is not given: a weight that it closes over")
     leaves = [value.detach().clone().requires_grad_() for value in values]
     versions = [leaf._version for leaf in leaves]
     results = run(leaves)
     cotangents = [_cotangent(result) for result in results]
-    roots = [(r, c) for r, c in zip(results, cotangents) if r.requires_grad]
-    grads = torch.autograd.grad(
-        [result for result, _ in roots], leaves, [c for _, c in roots], allow_unused=True
-    )
+    grads = torch.autograd.grad(results, leaves, cotangents, allow_unused=True)
     if versions != [leaf._version for leaf in leaves]:
         raise TypeError("it writes into what it is given")
     zeros = (torch.zeros_like(leaf) for leaf in leaves)

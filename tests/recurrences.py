@@ -1,5 +1,7 @@
 """Functions that expose their recurrent state, and a decoder whose layers call them."""
 
+import inspect
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -143,3 +145,53 @@ class Decoder(nn.Module):
 
 def build(function, **options):
     return randomise(Decoder(function, **options))
+
+
+# -- what is not to be believed --------------------------------------------------------------------
+
+
+def forgets(*args, initial_state=None, **kwargs):
+    """Takes a state and leaves it alone."""
+    return gated_delta_rule(*args, **kwargs)
+
+
+forgets.__signature__ = inspect.signature(gated_delta_rule)
+
+
+def detaches(q, k, v, g, beta, initial_state=None, output_final_state=False):
+    """Its outputs are right, the gradient of its state is lost."""
+    if initial_state is not None:
+        initial_state = initial_state.detach()
+    return gated_delta_rule(q, k, v, g, beta, initial_state, output_final_state)
+
+
+def of_the_last_block(q, k, v, g, beta, initial_state=None, output_final_state=False):
+    """Its state is the one before the last block that was not full."""
+    out, state = gated_delta_rule(q, k, v, g, beta, initial_state, True)
+    if full := q.shape[1] // 16 * 16:
+        parts = (x[:, :full] for x in (q, k, v, g, beta))
+        state = gated_delta_rule(*parts, initial_state, True)[1]
+    return out, state if output_final_state else None
+
+
+def counts_positions(q, k, v, g, beta, initial_state=None, output_final_state=False):
+    """Its decay depends on where a position lies in the call."""
+    place = torch.arange(q.shape[1], device=q.device, dtype=q.dtype)[:, None]
+    return gated_delta_rule(q, k, v, g / (1 + place), beta, initial_state, output_final_state)
+
+
+def looks_back(q, k, v, g, beta, initial_state=None, output_final_state=False):
+    """What it gives at a position depends on the next one."""
+    return gated_delta_rule(q, k, v.roll(-1, 1), g, beta, initial_state, output_final_state)
+
+
+def writes(q, k, v, g, beta, initial_state=None, output_final_state=False):
+    """Updates its state in place, as decoding does."""
+    out, state = gated_delta_rule(q, k, v, g, beta, initial_state, True)
+    if initial_state is not None:
+        with torch.no_grad():
+            initial_state.copy_(state)
+    return out, state if output_final_state else None
+
+
+LIARS = (forgets, detaches, of_the_last_block, counts_positions, looks_back, writes)

@@ -4,6 +4,7 @@ import pytest
 
 import recurrences
 from compare import Pair
+from seqsplit.passes import stand_in
 from zoo import batches, probe
 
 CHUNKS = (1, 4, 5, 20)
@@ -40,3 +41,30 @@ def test_opaque(chunk_size):
 @pytest.mark.parametrize("chunk_size", (4, 5))
 def test_the_model_gives_the_first_state(chunk_size):
     check(recurrences.gated_delta_rule, chunk_size, own_state=True)
+
+
+@pytest.mark.parametrize("function", recurrences.LIARS, ids=lambda f: f.__name__)
+def test_what_is_not_so_is_not_believed(function, monkeypatch):
+    """Without the node, the code is traced through, as it would be under other names."""
+    asked = spy(monkeypatch)
+    check(function, 4, lengths=(13,), streamed=False)
+    assert asked == {function.__name__: False}
+
+
+def test_what_is_so_is_believed(monkeypatch):
+    asked = spy(monkeypatch)
+    check(recurrences.gated_delta_rule, 4, lengths=(13,))
+    assert asked == {"gated_delta_rule": True}
+
+
+def spy(monkeypatch):
+    """Which functions were asked for while they were traced, and whether they were proved."""
+    asked, proves = {}, stand_in.recurrence_of_call
+
+    def noted(function, *call):
+        found = proves(function, *call)
+        asked[function.__name__] = found is not None
+        return found
+
+    monkeypatch.setattr(stand_in, "recurrence_of_call", noted)
+    return asked
