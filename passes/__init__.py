@@ -2,6 +2,16 @@
 
 from .facts import NothingToSplit
 from .pipeline import Executor, build_plan
+from .recurrent import recurrent
 from .rules import rule
+from .stand_in import recurrent_functions, standing_in
 
-__all__ = ["Executor", "NothingToSplit", "build_plan", "rule"]
+__all__ = [
+    "Executor",
+    "NothingToSplit",
+    "build_plan",
+    "recurrent",
+    "recurrent_functions",
+    "rule",
+    "standing_in",
+]

@@ -25,7 +25,7 @@ from .bands import Band, Bands, Bias
 from .facts import Facts
 from .rules.attention import SDPA, SOFTMAX, kernel_of
 from .rules.registry import arguments_of, operands_of, rows_of, sum_rows
-from .scans import SCANS
+from .scans import SCANS, recurrence_of
 from .stencils import STENCILS
 
 __all__ = ["Reads", "attend"]
@@ -116,6 +116,9 @@ def attend(facts: Facts, examples: Sequence[Any] = ()) -> Reads:
                 read = _of_bias(bands.of(node.args[0]), dim)
                 if read.span is not None:
                     reads.zero_beyond[node] = {dim: read.span}
+        elif (recurrence := recurrence_of(node.target)) is not None:
+            if facts.is_sequence(facts.shape(node)[recurrence.dim]):
+                reads.mixers.append(node)
         elif node in facts.stream and _mixes_lightly(facts, node):
             reads.mixers.append(node)
             reads.light.add(node)

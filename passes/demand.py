@@ -12,7 +12,7 @@ is met:
 ``Attend``    fused attention of the chunk's queries to a range of keys
 ``AttendByKernel``  the same by a kernel that others have written
 ``Stencil``   a shift or a causal convolution of a window
-``Scan``      a cumulative op, whose state is carried from chunk to chunk
+``Scan``      a cumulative op or a recurrent function, whose state is carried
 
 The cached read is put at the narrowest place above free ops: below a projection, but above
 ``expand`` for heads that share a key.
@@ -35,7 +35,7 @@ from .cut import summing_row
 from .facts import Facts
 from .rules.attention import SDPA, SOFTMAX, kernel_of
 from .rules.registry import Unsplittable, arguments_of, contracted, operands_of, pull
-from .scans import SCANS
+from .scans import SCANS, recurrence_of
 from .stencils import STENCILS, reach_of, sequence_dim_of
 
 __all__ = [
@@ -160,7 +160,8 @@ class Stencil:
 
 @dataclass(frozen=True)
 class Scan:
-    """A cumulative op along ``dim``, whose state is carried from chunk to chunk."""
+    """A cumulative op, or a recurrent function, along ``dim``: its state is carried from chunk to
+    chunk."""
 
     operands: tuple[tuple[fx.Node, Placement], ...]
     dim: int
@@ -295,6 +296,9 @@ class _Pushing:
                 window = Placement(((dim, Span(Kind.KEYS, reach_of(node) + 1)),))
                 source, *others = operands_of(node)
                 return Stencil(((source, window), *((other, Whole) for other in others)))
+        recurrence = recurrence_of(node.target)
+        if recurrence is not None and placement == Chunk(recurrence.dim):
+            return Scan(_wanted_by(recurrence, operands_of(node)), recurrence.dim)
         if node.target in SCANS:
             dim = node.args[1] % node.meta["val"].ndim
             if placement == Chunk(dim):
@@ -454,6 +458,13 @@ class _Pushing:
         if source.target is not aten.unsqueeze.default or source.args[1] % 5 != 2:
             return None
         return _through(source.args[0], _is_copy(facts))
+
+
+def _wanted_by(recurrence: Any, operands: list[fx.Node]) -> tuple[tuple[fx.Node, Placement], ...]:
+    dims = [*recurrence.dims, None]  # the state to begin with is for the first chunk
+    return tuple(
+        (operand, Whole if dim is None else Chunk(dim)) for operand, dim in zip(operands, dims)
+    )
 
 
 def _is_copy(facts: Facts) -> Callable[[fx.Node], bool]:

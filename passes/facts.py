@@ -26,6 +26,7 @@ from ..errors import InvalidOptionError, format_message
 from .lower import Lowered
 from .rules.attention import SDPA, SOFTMAX, kernel_of
 from .rules.registry import arguments_of, operands_of
+from .scans import recurrence_of
 
 __all__ = [
     "FEW",
@@ -261,11 +262,13 @@ def _as_symbol(lowered: Lowered, size: sympy.Expr) -> sympy.Symbol:
 
 
 def _mixed_size(node: fx.Node, lowered: Lowered) -> sympy.Expr | None:
-    """The size of the dim whose positions a node mixes by attention."""
+    """The size of the dim whose positions a node mixes by attention or by a recurrence."""
     if node.target is SDPA:
         return lowered.shape(node.args[1])[-2]
     if (kernel := kernel_of(node.target)) is not None:
         return lowered.shape(node.args[kernel.places["key"]])[kernel.dim]
+    if (recurrence := recurrence_of(node.target)) is not None:
+        return lowered.shape(node)[recurrence.dim]
     if node.target in SOFTMAX:
         return lowered.shape(node)[node.args[1]]
     return None

@@ -18,9 +18,9 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from .double import as_double
 
-__all__ = ["Given", "Meaning", "is_proved", "reference"]
+__all__ = ["TOLERANCES", "Given", "Meaning", "is_proved", "reference"]
 
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 # Lengths, each with chunks of it. The long ones are for what works in blocks.
 _TRIALS = {
     13: ((0, 13), (5, 9), (9, 13), (8, 9)),
@@ -132,7 +132,7 @@ def is_proved(
 
 def _agrees(kernel: Any, operands: Sequence[Given], limit: int | None) -> bool:
     query = operands[kernel.places["query"]]
-    tolerance, heads = _TOLERANCES.get(query.dtype), query.shape[-2]
+    tolerance, heads = TOLERANCES.get(query.dtype), query.shape[-2]
     if tolerance is None:
         return False
     return all(

@@ -35,6 +35,7 @@ from ..errors import CaptureError
 from ..plan import Write
 from .batched import gather_vmaps, is_vmap
 from .functionalize import functionalize
+from .recurrent import as_final_state, as_target
 from .structure import structure_of
 
 __all__ = [
@@ -286,15 +287,22 @@ class _KeepBackwards(fx.Interpreter):
             # A block that the model itself checkpoints: we decide about memory, so only its
             # body matters.
             body, *operands = args
-            return fx.Interpreter(body).run(*operands)
+            return _KeepBackwards(body).run(*operands)
         if target is _CUSTOM_FUNCTION:
             # Traced through, it would become its forward alone and lose its own backward.
             return _trace_as_one_node(custom_function(args[0], args[1], kwargs), args[2:])
+        if hasattr(target, "proves") and (found := target.proves(args, kwargs)) is not None:
+            recurrence, operands = found
+            out = _trace_as_one_node(as_target(recurrence), operands)
+            state = recurrence.call.ends and _trace_as_one_node(
+                as_final_state(recurrence), operands
+            )
+            return recurrence.as_given(out, state)
         if is_vmap(target):
             return _trace_as_one_node(target, args)
         if target is _DATA:  # ``x.data``, which leaves no trace of its own
             return args[0].detach()
-        if isinstance(target, torch._ops.HigherOrderOperator) or _has_own_ops(args, kwargs):
+        if _is_opaque(target) or _has_own_ops(args, kwargs):
             return _keep_call(target, args, kwargs)
         return super().call_function(target, args, kwargs)
 
@@ -302,6 +310,10 @@ class _KeepBackwards(fx.Interpreter):
         if _has_own_ops(args, kwargs):
             return _keep_call(None, args, kwargs, method=target)
         return super().call_method(target, args, kwargs)
+
+
+def _is_opaque(target: Any) -> bool:
+    return isinstance(target, torch._ops.HigherOrderOperator) or hasattr(target, "proves")
 
 
 def _has_own_ops(args: tuple, kwargs: dict) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from .. import scan
 
-__all__ = ["SCANS"]
+__all__ = ["SCANS", "recurrence_of"]
 
 aten = torch.ops.aten
 
@@ -18,3 +18,8 @@ SCANS: dict[Any, Callable] = {
     aten.cumsum.default: scan.cumsum_rows,
     aten.logcumsumexp.default: scan.logcumsumexp_rows,
 }
+
+
+def recurrence_of(target: Any) -> Any:
+    """The :class:`~.recurrent.Recurrence` that a node's target calls, if it calls one."""
+    return getattr(target, "recurs", None)

@@ -40,7 +40,7 @@ from .rules.registry import (
     rewrite_arguments,
     takes_double,
 )
-from .scans import SCANS
+from .scans import SCANS, recurrence_of
 from .sizes import OPERATORS, write_expression
 from .unread import without_unread
 
@@ -356,12 +356,24 @@ class _Writer:
         return self._op(node, stencil.causal_conv1d_rows, args, {})
 
     def _scan(self, node: fx.Node, recipe: Scan) -> fx.Node:
+        if recurrence_of(node.target) is not None:
+            return self._recurrent(node, recipe)
         (x,) = (self._values[item] for item in recipe.operands)
         held, dtype = node.args[0].meta["val"], node.meta["val"].dtype
         if held.dtype != dtype:
             x = self._op(node, aten.to.dtype, (x, dtype), {})
         carry = self._new_cache(CacheSpec(recipe.dim, carries=True))
         out = self._op(node, SCANS[node.target], (x, carry, recipe.dim, self._start), {})
+        self._reads.append(out)
+        return out
+
+    def _recurrent(self, node: fx.Node, recipe: Scan) -> fx.Node:
+        given = iter([self._values[item] for item in recipe.operands])
+        operands = [self._own(value, given) for value in node.args]
+        carry = self._new_cache(CacheSpec(recipe.dim, carries=True))
+        out = self._op(node, node.target.rows, (carry, self._start, *operands), {})
+        if not takes_double(node, self.shape):
+            out.meta["own"] = [operand.meta["val"] for operand in operands_of(node)]
         self._reads.append(out)
         return out
 
@@ -414,7 +426,9 @@ class _Writer:
 
     def _plain_values(self) -> set[fx.Node]:
         """Nodes of the body that are no tensors."""
-        return {self._start, self._end, self._length, self._replay, *self._sizes.values()} | {
+        caches = (node for _, node in self._caches)
+        numbers = (self._start, self._end, self._length, *self._sizes.values())
+        return {*numbers, *caches, self._replay} | {
             n for n in self._memo.values() if isinstance(n, fx.Node) and n.target in _NUMBERS
         }
 

@@ -21,11 +21,12 @@ from torch.utils import _pytree as pytree
 
 from .. import attention
 from ..plan import Segment
-from .double import as_double, double_call, double_graph
+from .double import as_double, double_call, double_graph, own_call
 from .facts import Facts
 from .lower import attribute_of
 from .rules.attention import SDPA
 from .rules.registry import Row, operands_of, rows_of, takes_double
+from .scans import recurrence_of
 from .split import SplitSegment, draws_random
 from .trial import Part, Trial, holds
 
@@ -190,6 +191,9 @@ class Validator:
         """
         facts = self._facts
         operands = tuple(operands_of(node))
+        if (recurrence := recurrence_of(node.target)) is not None:
+            run = own_call(recurrence.in_chunks, [operand.meta["val"] for operand in operands])
+            return run([known[operand] for operand in operands], uneven_bounds(self._length))
         symbols = {s for n in (*operands, node) for d in facts.shape(n) for s in d.free_symbols}
         trial = Trial(node, operands, {s: self._symbol(s) for s in symbols}, own=True)
         values = [known[operand] for operand in operands]

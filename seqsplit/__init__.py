@@ -1,6 +1,6 @@
 """seqsplit: train causal decoders on long sequences in a fraction of the memory, exactly."""
 
-from .api import compile, disable, rule  # noqa: A004 - named after torch.compile
+from .api import compile, disable, recurrent, rule  # noqa: A004 - named after torch.compile
 from .errors import SeqsplitError
 from .explain import Report, explain
 from .memory import track_memory
@@ -22,6 +22,7 @@ __all__ = [
     "disable",
     "explain",
     "plan",
+    "recurrent",
     "rule",
     "track_memory",
     "verify",

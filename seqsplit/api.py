@@ -31,12 +31,30 @@ from .errors import (
 )
 from .loops import own_saved_tensors
 from .options import Options
-from .passes import Executor, NothingToSplit, build_plan, rule
+from .passes import (
+    Executor,
+    NothingToSplit,
+    build_plan,
+    recurrent,
+    recurrent_functions,
+    rule,
+    standing_in,
+)
 from .plan import Plan
 from .runtime import run_segment
 from .schedule import Schedule
 
-__all__ = ["Handle", "Run", "compile", "disable", "handle_for", "handle_of", "modules_of", "rule"]
+__all__ = [
+    "Handle",
+    "Run",
+    "compile",
+    "disable",
+    "handle_for",
+    "handle_of",
+    "modules_of",
+    "recurrent",
+    "rule",
+]
 
 Target = TypeVar("Target", bound=Callable)
 
@@ -212,7 +230,7 @@ class Handle:
                 return self.original(*args, **kwargs)
         self.log.clear()
         try:
-            with _capture_settings(), _without_cache(self.modules):
+            with _capture_settings(), _without_cache(self.modules), standing_in(self._recurrent):
                 result = self._compiled(*args, **kwargs)
         except BackendCompilerFailed as error:
             inner = error.inner_exception
@@ -246,6 +264,11 @@ class Handle:
                 )
             )
         return result
+
+    @functools.cached_property
+    def _recurrent(self) -> list[Callable]:
+        """The functions it calls that expose their state."""
+        return recurrent_functions(self.modules, self.original)
 
     def _backend(self, captured: torch.fx.GraphModule, examples: list[Any]) -> Callable:
         try:

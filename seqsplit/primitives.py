@@ -31,6 +31,7 @@ __all__ = [
     "received",
     "replayed",
     "sliced",
+    "state_handed_on",
 ]
 
 
@@ -189,14 +190,19 @@ class Carry:
     def hand_on(self, state: Tensor) -> None:
         self._last = state.detach().clone()
 
-    def receive(self, start: int, first: Tensor) -> Tensor:
+    def receive(self, start: int, first: Tensor | None) -> Tensor:
         """What the chunk that begins at ``start`` was handed, ``first`` at the beginning."""
         return self._received.setdefault(start, first if self._last is None else self._last)
+
+    def take_grad(self) -> Tensor | None:
+        """The gradient of the state handed on, once: the chunk before gets another one."""
+        grad, self.grad = self.grad, None
+        return grad
 
 
 class _Received(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, carry: Carry, start: int, first: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, carry: Carry, start: int, first: Tensor | None) -> Tensor:
         ctx.carry = carry
         return carry.receive(start, first).clone()
 
@@ -218,20 +224,39 @@ class _HandedOn(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if ctx.carry.grad is not None and grad.shape[ctx.dim] > 0:
+        if grad.shape[ctx.dim] > 0 and (later := ctx.carry.take_grad()) is not None:
             grad = grad.clone()
-            grad.narrow(ctx.dim, -1, 1).add_(ctx.carry.grad)
+            grad.narrow(ctx.dim, -1, 1).add_(later)
         return grad, None, None
 
 
-def received(x: Tensor, carry: Carry, start: int, first: Tensor) -> Tensor:
-    """The state handed to a chunk; ``x`` is any value of the chunk that needs a gradient."""
+class _StateHandedOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, state: Tensor, carry: Carry) -> Tensor:
+        ctx.carry = carry
+        carry.hand_on(state)
+        return rows.view_as(rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, ctx.carry.take_grad(), None
+
+
+def received(x: Tensor, carry: Carry, start: int, first: Tensor | None) -> Tensor:
+    """The state handed to a chunk, ``first`` if no chunk was before it; ``x`` is any value of the
+    chunk that needs a gradient."""
     return _Received.apply(x, carry, start, first)
 
 
 def handed_on(rows: Tensor, carry: Carry, dim: int) -> Tensor:
     """The same rows, the last of which is handed to the next chunk as its state."""
     return _HandedOn.apply(rows, carry, dim)
+
+
+def state_handed_on(rows: Tensor, state: Tensor, carry: Carry) -> Tensor:
+    """The same rows; the state after them is handed to the next chunk."""
+    return _StateHandedOn.apply(rows, state, carry)
 
 
 class Replay:

@@ -1,13 +1,15 @@
-"""Cumulative ops of a chunk: the op on the chunk's own rows, and the state before them."""
+"""Scans of a chunk: the op on the chunk's own rows, and the state before them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from .primitives import Carry, handed_on, received
+from .primitives import Carry, handed_on, received, state_handed_on
 
-__all__ = ["cumprod_rows", "cumsum_rows", "logcumsumexp_rows"]
+__all__ = ["cumprod_rows", "cumsum_rows", "logcumsumexp_rows", "recurrent_rows"]
 
 
 def cumsum_rows(x: Tensor, carry: Carry, dim: int, start: int) -> Tensor:
@@ -26,6 +28,29 @@ def logcumsumexp_rows(x: Tensor, carry: Carry, dim: int, start: int) -> Tensor:
     """Rows of ``logcumsumexp(dim)``."""
     wide, before = _begin(x, carry, dim, start, float("-inf"))
     return handed_on(torch.logaddexp(wide.logcumsumexp(dim), before), carry, dim).to(x.dtype)
+
+
+def recurrent_rows(
+    step: Callable[[Tensor | None], tuple[Tensor, Tensor]],
+    operands: Sequence[Tensor],
+    carry: Carry,
+    start: int,
+    first: Tensor | None,
+) -> Tensor:
+    """Rows of a function that takes the state before them and gives the one after them.
+
+    Args:
+        step: the function on the chunk that begins at ``start``, of a state.
+        operands: what it computes with.
+        carry: of the states.
+        first: the state before the first position, ``None`` for the function's own.
+    """
+    state = first
+    if start > 0:
+        differentiable = [operand for operand in operands if operand.requires_grad]
+        state = received((differentiable or operands)[0], carry, start, None)
+    out, state = step(state)
+    return state_handed_on(out, state, carry)
 
 
 def _begin(x: Tensor, carry: Carry, dim: int, start: int, neutral: float) -> tuple[Tensor, Tensor]:

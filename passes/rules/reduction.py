@@ -8,11 +8,18 @@ from typing import Any
 import torch
 
 from ...placement import Chunk, Placement, Sum, Whole
+from ..scans import recurrence_of
 from .registry import Operand, rule
 
 aten = torch.ops.aten
 
 Rows = Iterator[tuple[Placement, ...]]
+
+
+@rule(family=lambda target: recurrence_of(target) is not None)
+def recurrent() -> Rows:
+    """No rows along the sequence, which is scanned (passes/demand.py), and none along others."""
+    yield from ()
 
 
 def _as_dims(dim: Any, ndim: int) -> list[int]:
