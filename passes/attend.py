@@ -25,7 +25,7 @@ from .bands import Band, Bands, Bias
 from .facts import Facts
 from .rules.attention import SDPA, SOFTMAX, kernel_of
 from .rules.registry import arguments_of, operands_of, rows_of, sum_rows
-from .scans import SCANS
+from .scans import SCANS, scanned_dim
 from .stencils import STENCILS
 
 __all__ = ["Reads", "attend"]
@@ -128,7 +128,7 @@ def attend(facts: Facts, examples: Sequence[Any] = ()) -> Reads:
 def _mixes_lightly(facts: Facts, node: fx.Node) -> bool:
     """Whether a node is a stencil, or a scan along the sequence (and not, say, along experts)."""
     if node.target in SCANS:
-        along = facts.shape(node)[node.args[1] % node.meta["val"].ndim]
+        along = facts.shape(node)[scanned_dim(node)]
         return facts.sequence in along.free_symbols
     return node.target in STENCILS
 

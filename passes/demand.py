@@ -35,7 +35,7 @@ from .cut import summing_row
 from .facts import Facts
 from .rules.attention import SDPA, SOFTMAX, kernel_of
 from .rules.registry import Unsplittable, arguments_of, contracted, operands_of, pull
-from .scans import SCANS
+from .scans import SCANS, scanned_dim
 from .stencils import STENCILS, reach_of, sequence_dim_of
 
 __all__ = [
@@ -296,9 +296,9 @@ class _Pushing:
                 source, *others = operands_of(node)
                 return Stencil(((source, window), *((other, Whole) for other in others)))
         if node.target in SCANS:
-            dim = node.args[1] % node.meta["val"].ndim
+            dim = scanned_dim(node)
             if placement == Chunk(dim):
-                return Scan(((node.args[0], Chunk(dim)),), dim)
+                return Scan(tuple((operand, Chunk(dim)) for operand in operands_of(node)), dim)
         try:
             operands = self._operands(node, placement)
         except Unsplittable:

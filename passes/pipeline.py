@@ -40,6 +40,7 @@ from .islands import compile_islands
 from .kernels import find_kernels
 from .lower import lower
 from .normalize import normalize, normalize_means
+from .recurrences import find_recurrences
 from .regions import Regions
 from .rules.registry import Unsplittable
 from .scope import describe, scope_of
@@ -110,6 +111,7 @@ def build_plan(
     clock = _Clock()
     with clock("lower"):
         as_captured = lower(captured, examples)
+        find_recurrences(as_captured)
         lowered = free_length(as_captured, examples, options.seq_dim) or as_captured
     with clock("normalize"):
         normalize(lowered)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
-from .. import scan
+from .. import recurrence, scan
 
-__all__ = ["SCANS"]
+__all__ = ["SCANS", "scanned_dim"]
 
 aten = torch.ops.aten
 
@@ -17,4 +18,11 @@ SCANS: dict[Any, Callable] = {
     aten.cumprod.default: scan.cumprod_rows,
     aten.cumsum.default: scan.cumsum_rows,
     aten.logcumsumexp.default: scan.logcumsumexp_rows,
+    recurrence.recurrence: recurrence.recurrence_rows,
 }
+
+
+def scanned_dim(node: fx.Node) -> int:
+    """The dim along which a scan runs."""
+    dim = node.args[2] if node.target is recurrence.recurrence else node.args[1]
+    return dim % node.meta["val"].ndim

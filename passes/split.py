@@ -347,12 +347,13 @@ class _Writer:
         return self._op(node, stencil.causal_conv1d_rows, args, {})
 
     def _scan(self, node: fx.Node, recipe: Scan) -> fx.Node:
-        (x,) = (self._values[item] for item in recipe.operands)
-        held, dtype = node.args[0].meta["val"], node.meta["val"].dtype
-        if held.dtype != dtype:
-            x = self._op(node, aten.to.dtype, (x, dtype), {})
+        operands = [self._values[item] for item in recipe.operands]
+        dtype = node.meta["val"].dtype
+        for index, (operand, _) in enumerate(recipe.operands):
+            if operand.meta["val"].dtype != dtype:
+                operands[index] = self._op(node, aten.to.dtype, (operands[index], dtype), {})
         carry = self._new_cache(CacheSpec(recipe.dim, carries=True))
-        out = self._op(node, SCANS[node.target], (x, carry, recipe.dim, self._start), {})
+        out = self._op(node, SCANS[node.target], (*operands, carry, recipe.dim, self._start), {})
         self._reads.append(out)
         return out
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from ...placement import Chunk, Placement, Sum, Whole
+from ...recurrence import recurrence
+from .pointwise import broadcast
 from .registry import Operand, rule
 
 aten = torch.ops.aten
@@ -101,6 +103,13 @@ def along_one_dim(operands: list[Operand], dim: Any = None, dims: Any = None) ->
     for kept in range(operands[0].ndim):
         if kept not in along:
             yield Chunk(kept), *(Chunk(kept) for _ in operands)
+
+
+@rule(recurrence)
+def along_time(operands: list[Operand], out: Operand, arg2: int) -> Rows:
+    for kept in range(out.ndim):
+        if kept != arg2:
+            yield Chunk(kept), *(broadcast(operand, out, kept) for operand in operands)
 
 
 @rule(aten.layer_norm.default, aten.native_layer_norm.default)
