@@ -26,7 +26,7 @@ from .facts import Facts
 from .rules.attention import SDPA, SOFTMAX, kernel_of
 from .rules.registry import arguments_of, operands_of, rows_of, sum_rows
 from .scans import SCANS, scanned_dim
-from .stencils import STENCILS
+from .stencils import STENCILS, windowed_of
 
 __all__ = ["Reads", "attend"]
 
@@ -116,6 +116,8 @@ def attend(facts: Facts, examples: Sequence[Any] = ()) -> Reads:
                 read = _of_bias(bands.of(node.args[0]), dim)
                 if read.span is not None:
                     reads.zero_beyond[node] = {dim: read.span}
+        elif windowed_of(node.target) is not None:
+            reads.mixers.append(node)
         elif node in facts.stream and _mixes_lightly(facts, node):
             reads.mixers.append(node)
             reads.light.add(node)

@@ -11,7 +11,7 @@ is met:
 ``Narrow``    give all positions along a dim, and take a range of them
 ``Attend``    fused attention of the chunk's queries to a range of keys
 ``AttendByKernel``  the same by a kernel that others have written
-``Stencil``   a shift or a causal convolution of a window
+``Stencil``   a shift, a causal convolution or a piece in blocks, of a window
 ``Scan``      a cumulative op, whose state is carried from chunk to chunk
 
 The cached read is put at the narrowest place above free ops: below a projection, but above
@@ -29,14 +29,14 @@ import sympy
 import torch
 from torch import fx
 
-from ..placement import Chunk, Kind, Placement, Span, Whole
+from ..placement import Chunk, Kind, Placement, Prefix, Span, Whole
 from .attend import Read, Reads
 from .cut import summing_row
 from .facts import Facts
 from .rules.attention import SDPA, SOFTMAX, kernel_of
 from .rules.registry import Unsplittable, arguments_of, contracted, operands_of, pull
 from .scans import SCANS, scanned_dim
-from .stencils import STENCILS, reach_of, sequence_dim_of
+from .stencils import STENCILS, reach_of, sequence_dim_of, windowed_of
 
 __all__ = [
     "AddedLater",
@@ -295,6 +295,13 @@ class _Pushing:
                 window = Placement(((dim, Span(Kind.KEYS, reach_of(node) + 1)),))
                 source, *others = operands_of(node)
                 return Stencil(((source, window), *((other, Whole) for other in others)))
+        if (piece := windowed_of(node.target)) is not None and placement == Chunk(piece.out_dim):
+            return Stencil(
+                tuple(
+                    (operand, Whole if dim is None else Prefix(dim, piece.window))
+                    for operand, dim in zip(operands_of(node), piece.operand_dims)
+                )
+            )
         if node.target in SCANS:
             dim = scanned_dim(node)
             if placement == Chunk(dim):

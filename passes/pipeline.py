@@ -50,6 +50,7 @@ from .split import draws_random, split
 from .stencils import normalize_stencils
 from .stitch import Placed, stitch
 from .validate import Validator
+from .windows import Windows
 
 __all__ = ["Executor", "build_plan"]
 
@@ -128,12 +129,12 @@ def build_plan(
             facts = propagate(lowered, sequence)
         if normalize_stencils(facts):
             facts = propagate(lowered, sequence)
-    regions = Regions(lowered)
+    regions, windows = Regions(lowered), Windows(lowered)
     while True:
         with clock("attend"):
             reads = attend(facts, examples)
         validator = Validator(facts, examples, executor.run) if options.validate else None
-        planner = _Planner(facts, reads, options, clock, regions)
+        planner = _Planner(facts, reads, options, clock, regions, windows)
         try:
             placed, cuts = planner.plan(validator)
             break
@@ -212,10 +213,16 @@ class _Planner:
     """Cuts and splits until everything either has a body or runs whole."""
 
     def __init__(
-        self, facts: Facts, reads: Reads, options: Options, clock: _Clock, regions: Regions
+        self,
+        facts: Facts,
+        reads: Reads,
+        options: Options,
+        clock: _Clock,
+        regions: Regions,
+        windows: Windows,
     ) -> None:
         self._facts, self._reads, self._options, self._clock = facts, reads, options, clock
-        self._regions = regions
+        self._regions, self._windows = regions, windows
         self._forced: dict[fx.Node, fx.Node] = {}
         self._added_later: set[fx.Node] = set()
         self._bodies: dict[str, Body] = {}
@@ -245,6 +252,8 @@ class _Planner:
         if node in self.reasons:
             raise RuntimeError(f"{node} runs whole already: {reason}")
         with self._clock("regions"):
+            if self._windows.gather_around(self._facts, node):
+                raise Regrouped
             if self._regions.gather_around(self._facts, self._reads.mixers, node):
                 raise Regrouped
         self.reasons.update(dict.fromkeys(_with_items([node]), reason))

@@ -42,6 +42,7 @@ from .rules.registry import (
 )
 from .scans import SCANS
 from .sizes import OPERATORS, write_expression
+from .stencils import windowed_of
 
 __all__ = ["SplitSegment", "draws_random", "split"]
 
@@ -335,6 +336,8 @@ class _Writer:
         return self._op(node, node.target.rows, (self._start, first, self._end, *operands), {})
 
     def _stencil(self, node: fx.Node, recipe: Stencil) -> fx.Node:
+        if (piece := windowed_of(node.target)) is not None:
+            return self._windowed(node, recipe, piece.window)
         window, *others = (self._values[item] for item in recipe.operands)
         (_, span), *_ = recipe.operands[0][1].spans
         if node.target is stencil.shift:
@@ -345,6 +348,12 @@ class _Writer:
         weight, bias = (*others, None)[:2]
         args = (window, weight, bias, dilation, groups, self._start, self.first(span))
         return self._op(node, stencil.causal_conv1d_rows, args, {})
+
+    def _windowed(self, node: fx.Node, recipe: Stencil, window: int) -> fx.Node:
+        given = iter([self._values[item] for item in recipe.operands])
+        operands = [self._own(value, given) for value in node.args]
+        first = self.first(Span(Kind.KEYS, window))
+        return self._op(node, node.target.rows, (self._start, first, self._end, *operands), {})
 
     def _scan(self, node: fx.Node, recipe: Scan) -> fx.Node:
         operands = [self._values[item] for item in recipe.operands]
