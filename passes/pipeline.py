@@ -252,9 +252,12 @@ class _Planner:
         if node in self.reasons:
             raise RuntimeError(f"{node} runs whole already: {reason}")
         with self._clock("regions"):
-            if self._windows.gather_around(self._facts, node):
-                raise Regrouped
-            if self._regions.gather_around(self._facts, self._reads.mixers, node):
+            facts = self._facts
+            if (
+                self._windows.gather_around(facts, node)
+                or self._regions.gather_around(facts, self._reads.mixers, node)
+                or self._windows.gather_around(facts, node, token_wise=True)
+            ):
                 raise Regrouped
         self.reasons.update(dict.fromkeys(_with_items([node]), reason))
         self.entries.append((f"{scope_of([node])}  {describe(node)}", reason))

@@ -22,7 +22,7 @@ from .rules.registry import rows_of
 from .sizes import SizeWriter
 from .split import draws_random
 
-__all__ = ["Regions"]
+__all__ = ["Regions", "has_rows"]
 
 
 class Regions:
@@ -79,7 +79,7 @@ class Regions:
         place = ("stack_trace", "nn_module_stack")
         new.meta = {key: members[0].meta[key] for key in place if key in members[0].meta}
         new.meta |= {"region": Contexts(), "val": held if len(held) > 1 else held[0]}
-        if not _has_rows(facts, new):
+        if not has_rows(facts, new):
             graph.erase_node(new)
             sizes.take_back()
             return False
@@ -148,7 +148,8 @@ def _same_dims(facts: Facts, outputs: list[fx.Node]) -> bool:
     return len(layouts) == 1
 
 
-def _has_rows(facts: Facts, node: fx.Node) -> bool:
+def has_rows(facts: Facts, node: fx.Node) -> bool:
+    """Whether chunks of a node's operands give chunks of it along the sequence."""
     return any(
         facts.sequence in facts.shape(node)[dim].free_symbols
         for row in rows_of(node, facts.shape)

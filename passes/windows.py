@@ -25,9 +25,10 @@ from .facts import Facts
 from .lower import Lowered
 from .lower import Region as Contexts
 from .pieces import is_value, write_piece
+from .regions import has_rows
 from .sizes import SizeWriter
 from .split import draws_random
-from .stencils import WindowedPiece
+from .stencils import WindowedPiece, windowed_of
 
 __all__ = ["Windows"]
 
@@ -35,6 +36,8 @@ aten = torch.ops.aten
 
 _REACHES = (0, 1, 2, 3)  # blocks before its own that a block may see
 _MORE = 4  # blocks, beyond those, that a trial is long
+_DIVIDES = {"CleanDiv", "FloorDiv", "IntTrueDiv", "Mod", "PythonMod"}
+_SHORTEST = 11  # positions
 _BATCH = 2
 _LONGEST = 2**22  # elements of an operand in a trial
 _TOLERANCE = 1e-9
@@ -45,22 +48,28 @@ class Windows:
 
     def __init__(self, lowered: Lowered) -> None:
         self._lowered = lowered
-        self._tried: set[fx.Node] = set()
+        self._tried: set[tuple[bool, fx.Node]] = set()
 
-    def gather_around(self, facts: Facts, node: fx.Node) -> bool:
+    def gather_around(self, facts: Facts, node: fx.Node, *, token_wise: bool = False) -> bool:
         """Gather the piece around a node that cannot be split, if it works in blocks.
+
+        Args:
+            facts: of the graph.
+            node: of it.
+            token_wise: whether the block to try is a single position.
 
         Returns:
             Whether the graph was changed: then facts have to be found anew.
         """
-        if facts.sequence is None or node in self._tried:
+        if facts.sequence is None or (token_wise, node) in self._tried:
             return False
         members = _between(facts, node)
-        self._tried.update(members)
+        self._tried.update((token_wise, member) for member in members)
+        blocks = [1] if token_wise else _blocks(facts, members)
         outputs = [
             n for n in members if _along(facts, n) and any(u not in members for u in n.users)
         ]
-        if len(outputs) != 1 or any(draws_random(n) for n in members):
+        if not blocks or len(outputs) != 1 or any(draws_random(n) for n in members):
             return False
         try:
             piece, operands, symbols = write_piece(self._lowered, sorted(members), outputs)
@@ -75,27 +84,31 @@ class Windows:
         trial = _Trial(facts, piece.in_double, operands, symbols)
         with disable_proxy_modes_tracing(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            found = trial.find(_blocks(facts, members), dims, _along(facts, output)[0])
-        if found is None:
+            found = trial.find(blocks, dims, _along(facts, output)[0])
+        if found is None or (token_wise and found.reach):
             return False
-        return self._replace(facts, output, members, (piece, found, operands, symbols))
+        target = piece if token_wise else _function(piece, found)
+        return self._replace(facts, output, members, (target, operands, symbols))
 
     def _replace(
         self,
         facts: Facts,
         output: fx.Node,
         members: set[fx.Node],
-        call: tuple[Callable, WindowedPiece, list[fx.Node], list[sympy.Symbol]],
+        call: tuple[Callable, list[fx.Node], list[sympy.Symbol]],
     ) -> bool:
-        piece, found, operands, symbols = call
+        target, operands, symbols = call
         lowered = self._lowered
         graph, sizes = lowered.graph, SizeWriter(lowered)
-        target = _function(piece, found)
         with graph.inserting_after(max(members)):
             new = graph.call_function(target, (*operands, *map(sizes.symbol, symbols)))
         place = ("stack_trace", "nn_module_stack")
         new.meta = {key: output.meta[key] for key in place if key in output.meta}
         new.meta |= {"region": Contexts(), "val": output.meta["val"]}
+        if windowed_of(target) is None and not has_rows(facts, new):
+            graph.erase_node(new)
+            sizes.take_back()
+            return False
         output.replace_all_uses_with(
             new, delete_user_cb=lambda user: user not in members and user is not new
         )
@@ -160,13 +173,14 @@ def _between(facts: Facts, node: fx.Node) -> set[fx.Node]:
 
 def _blocks(facts: Facts, members: set[fx.Node]) -> list[int]:
     """Numbers that the sequence is divided by: they may be the size of a block."""
-    found: set[int] = set()
-    for node in members:
-        if facts.is_tensor(node):
-            for size in facts.shape(node):
-                if facts.is_sequence(size) and size != facts.sequence:
-                    found |= {int(n) for n in size.atoms(sympy.Integer) if n > 1}
-    return sorted(found)
+    sizes = {size for node in members if facts.is_tensor(node) for size in facts.shape(node)}
+    found: set[sympy.Expr] = set()
+    for size in filter(facts.is_sequence, sizes):
+        found |= {sympy.Integer(number.q) for number in size.atoms(sympy.Rational)}
+        for part in sympy.preorder_traversal(size):
+            if part.func.__name__ in _DIVIDES and facts.is_sequence(part.args[0]):
+                found.add(part.args[1])
+    return sorted(int(number) for number in found if number.is_Integer and number > 1)
 
 
 # -- proof ---------------------------------------------------------------------------------------
@@ -196,9 +210,8 @@ class _Trial:
         return None
 
     def _holds(self, found: WindowedPiece) -> bool:
-        return self._holds_for(found, found.reach + _MORE * found.block)
-
-    def _holds_for(self, found: WindowedPiece, length: int) -> bool:
+        more = max(_MORE, -(-_SHORTEST // found.block))
+        length = found.reach + more * found.block  # whole blocks: the code may take nothing else
         sizes = [self._number(symbol, length) for symbol in self._symbols]
         values = [self._random(operand, length) for operand in self._operands]
         wanted = [value for value in values if value.requires_grad]
