@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import recurrence, scan
+from .. import linear_attention, recurrence, scan
 
 __all__ = ["SCANS", "scanned_dim"]
 
@@ -18,11 +18,14 @@ SCANS: dict[Any, Callable] = {
     aten.cumprod.default: scan.cumprod_rows,
     aten.cumsum.default: scan.cumsum_rows,
     aten.logcumsumexp.default: scan.logcumsumexp_rows,
+    linear_attention.linear_attention: linear_attention.linear_attention_rows,
     recurrence.recurrence: recurrence.recurrence_rows,
 }
 
 
 def scanned_dim(node: fx.Node) -> int:
     """The dim along which a scan runs."""
+    if node.target is linear_attention.linear_attention:
+        return 1
     dim = node.args[2] if node.target is recurrence.recurrence else node.args[1]
     return dim % node.meta["val"].ndim

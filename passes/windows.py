@@ -12,6 +12,7 @@ by execution, as is how far back it sees. Then its chunks read a window, as thos
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -21,11 +22,13 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
+from ..linear_attention import linear_attention
 from .facts import Facts
 from .lower import Lowered
 from .lower import Region as Contexts
 from .pieces import is_value, write_piece
 from .regions import has_rows
+from .scans import SCANS
 from .sizes import SizeWriter
 from .split import draws_random
 from .stencils import WindowedPiece, windowed_of
@@ -85,6 +88,11 @@ class Windows:
         with disable_proxy_modes_tracing(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             found = trial.find(blocks, dims, _along(facts, output)[0])
+            if found is None and not token_wise:
+                order = trial.as_linear_attention(blocks, dims, output)
+                if order is not None:
+                    call = (linear_attention, [operands[i] for i in order], [])
+                    return self._replace(facts, output, members, call)
         if found is None or (token_wise and found.reach):
             return False
         target = piece if token_wise else _function(piece, found)
@@ -105,7 +113,8 @@ class Windows:
         place = ("stack_trace", "nn_module_stack")
         new.meta = {key: output.meta[key] for key in place if key in output.meta}
         new.meta |= {"region": Contexts(), "val": output.meta["val"]}
-        if windowed_of(target) is None and not has_rows(facts, new):
+        known = windowed_of(target) is not None or target in SCANS
+        if not known and not has_rows(facts, new):
             graph.erase_node(new)
             sizes.take_back()
             return False
@@ -158,7 +167,9 @@ def _between(facts: Facts, node: fx.Node) -> set[fx.Node]:
             continue
         members.add(node)
         for operand in node.all_input_nodes:
-            if is_value(operand) and not _along(facts, operand) and facts.sequence_dims(operand):
+            made = not any(is_value(i) for i in operand.all_input_nodes)  # out of nothing
+            inside = is_value(operand) and not _along(facts, operand)
+            if inside and (made or facts.sequence_dims(operand)):
                 stack.append(operand)
         if not _along(facts, node):
             stack.extend(user for user in node.users if is_value(user))
@@ -239,6 +250,36 @@ class _Trial:
             _close(*(torch.zeros_like(v) if g is None else g for g in pair))
             for v, pair in zip(wanted, zip(*grads))
         )
+
+    def as_linear_attention(
+        self, blocks: list[int], dims: list[list[int]], output: fx.Node
+    ) -> tuple[int, ...] | None:
+        """Which operands are query, key, value and logarithm of the decay, if it is that."""
+        ranks = [len(self._facts.shape(operand)) for operand in self._operands]
+        if sorted(ranks) != [3, 4, 4, 4] or any(found != [1] for found in dims):
+            return None
+        if _along(self._facts, output) != [1] or not blocks:
+            return None
+        decay = ranks.index(3)
+        for order in itertools.permutations(i for i in range(4) if i != decay):
+            with contextlib.suppress(Exception):  # whatever either says to such operands
+                if self._is_linear_attention((*order, decay), 3 * max(blocks)):
+                    return (*order, decay)
+        return None
+
+    def _is_linear_attention(self, order: tuple[int, ...], length: int) -> bool:
+        sizes = [self._number(symbol, length) for symbol in self._symbols]
+        values = [self._random(operand, length) for operand in self._operands]
+        query, key, value, decay = (values[i] for i in order)
+        if query.shape != key.shape or query.shape[:3] != value.shape[:3] != decay.shape:
+            return False
+        with torch.no_grad():
+            decay.abs_().neg_()  # what grows instead would drown what is compared
+        with torch.enable_grad():
+            sides = [linear_attention(query, key, value, decay), self._run(*values, *sizes)]
+            cotangent = torch.randn_like(sides[1])
+            grads = [torch.autograd.grad(side, values, cotangent) for side in sides]
+        return _close(*sides) and all(_close(*pair) for pair in zip(*grads))
 
     def _number(self, size: sympy.Expr, length: int) -> int:
         hints = self._facts.lowered.hints
