@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..errors import NotStreamedError, format_message
@@ -42,7 +43,7 @@ from .lower import lower
 from .normalize import normalize, normalize_means
 from .recurrences import find_recurrences
 from .regions import Regions
-from .rules.registry import Unsplittable
+from .rules.registry import Unsplittable, operands_of
 from .scope import describe, scope_of
 from .sizes import express_sizes
 from .slices import take_off
@@ -53,6 +54,8 @@ from .validate import Validator
 from .windows import Windows
 
 __all__ = ["Executor", "build_plan"]
+
+aten = torch.ops.aten
 
 _MAX_ROUNDS = 400
 _WIDE = 1.5  # times as wide as anything that is kept: logits
@@ -144,7 +147,7 @@ def build_plan(
         find_sequence(as_captured, options.seq_dim)
     if not placed and facts.keeps_activations:
         raise fixed_length(lowered.hints.get(sequence, 0))
-    if options.strict and planner.reasons:
+    if options.strict and planner.entries:
         scope, reason = planner.entries[0]
         raise NotStreamedError(
             format_message(
@@ -251,6 +254,11 @@ class _Planner:
     def _run_whole(self, node: fx.Node, reason: str) -> None:
         if node in self.reasons:
             raise RuntimeError(f"{node} runs whole already: {reason}")
+        if self._is_part(
+            node
+        ):  # computes nothing: its source is kept, which is no wider than others
+            self.reasons[node] = reason
+            return
         with self._clock("regions"):
             facts = self._facts
             if (
@@ -317,15 +325,31 @@ class _Planner:
             if len(computed) > 1 or drawn.setdefault(node, position) != position:
                 raise NeededWhole(node, node.next)
 
+    def _is_part(self, node: fx.Node) -> bool:
+        """Whether a node only drops the first rows of something narrow: of tokens that the model
+        itself has put before the others."""
+        facts = self._facts
+        if node.target is not aten.slice.Tensor or len(facts.sequence_dims(node)) != 1:
+            return False
+        (source,) = operands_of(node)
+        (dim,) = facts.sequence_dims(node)
+        dropped = facts.shape(source)[dim] - facts.shape(node)[dim]
+        narrow = bytes_per_token(facts, source) <= self._width_of_features()
+        return facts.sequence_dims(source) == [dim] and dropped.is_Integer and narrow
+
+    def _width_of_features(self) -> float:
+        """Bytes per token of the widest value that enters the model's layers."""
+        facts = self._facts
+        kept = [n for n in facts.outer | facts.stream if n in facts.features]
+        return max((bytes_per_token(facts, n) for n in kept), default=0.0)
+
     def _deferrable(self, group: Group) -> list[fx.Node]:
         """Wide outputs (logits): most callers never look at them, or at little of them."""
         facts = self._facts
-        kept = [n for n in facts.outer | facts.stream if n in facts.features]
-        narrow = max((bytes_per_token(facts, n) for n in kept), default=0.0)
         return [
             node
             for node in group.values
-            if bytes_per_token(facts, node) > _WIDE * narrow
+            if bytes_per_token(facts, node) > _WIDE * self._width_of_features()
             and all(user.op == "output" or facts.is_active(user) for user in node.users)
             and any(user.op == "output" for user in node.users)
         ]
