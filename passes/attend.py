@@ -25,8 +25,8 @@ from .bands import Band, Bands, Bias
 from .facts import Facts
 from .rules.attention import SDPA, SOFTMAX, kernel_of
 from .rules.registry import arguments_of, operands_of, rows_of, sum_rows
-from .scans import SCANS, recurrence_of
-from .stencils import STENCILS
+from .scans import SCANS, recurrence_of, scanned_dim
+from .stencils import STENCILS, windowed_of
 
 __all__ = ["Reads", "attend"]
 
@@ -119,6 +119,8 @@ def attend(facts: Facts, examples: Sequence[Any] = ()) -> Reads:
         elif (recurrence := recurrence_of(node.target)) is not None:
             if facts.is_sequence(facts.shape(node)[recurrence.dim]):
                 reads.mixers.append(node)
+        elif windowed_of(node.target) is not None:
+            reads.mixers.append(node)
         elif node in facts.stream and _mixes_lightly(facts, node):
             reads.mixers.append(node)
             reads.light.add(node)
@@ -131,7 +133,7 @@ def attend(facts: Facts, examples: Sequence[Any] = ()) -> Reads:
 def _mixes_lightly(facts: Facts, node: fx.Node) -> bool:
     """Whether a node is a stencil, or a scan along the sequence (and not, say, along experts)."""
     if node.target in SCANS:
-        along = facts.shape(node)[node.args[1] % node.meta["val"].ndim]
+        along = facts.shape(node)[scanned_dim(node)]
         return facts.sequence in along.free_symbols
     return node.target in STENCILS
 

@@ -11,7 +11,7 @@ is met:
 ``Narrow``    give all positions along a dim, and take a range of them
 ``Attend``    fused attention of the chunk's queries to a range of keys
 ``AttendByKernel``  the same by a kernel that others have written
-``Stencil``   a shift or a causal convolution of a window
+``Stencil``   a shift, a causal convolution or a piece in blocks, of a window
 ``Scan``      a cumulative op or a recurrent function, whose state is carried
 
 The cached read is put at the narrowest place above free ops: below a projection, but above
@@ -29,14 +29,14 @@ import sympy
 import torch
 from torch import fx
 
-from ..placement import Chunk, Kind, Placement, Span, Whole
+from ..placement import Chunk, Kind, Placement, Prefix, Span, Whole
 from .attend import Read, Reads
 from .cut import summing_row
 from .facts import Facts
 from .rules.attention import SDPA, SOFTMAX, kernel_of
 from .rules.registry import Unsplittable, arguments_of, contracted, operands_of, pull
-from .scans import SCANS, recurrence_of
-from .stencils import STENCILS, reach_of, sequence_dim_of
+from .scans import SCANS, recurrence_of, scanned_dim
+from .stencils import STENCILS, reach_of, sequence_dim_of, windowed_of
 
 __all__ = [
     "AddedLater",
@@ -299,10 +299,17 @@ class _Pushing:
         recurrence = recurrence_of(node.target)
         if recurrence is not None and placement == Chunk(recurrence.dim):
             return Scan(_wanted_by(recurrence, operands_of(node)), recurrence.dim)
+        if (piece := windowed_of(node.target)) is not None and placement == Chunk(piece.out_dim):
+            return Stencil(
+                tuple(
+                    (operand, Whole if dim is None else Prefix(dim, piece.window))
+                    for operand, dim in zip(operands_of(node), piece.operand_dims)
+                )
+            )
         if node.target in SCANS:
-            dim = node.args[1] % node.meta["val"].ndim
+            dim = scanned_dim(node)
             if placement == Chunk(dim):
-                return Scan(((node.args[0], Chunk(dim)),), dim)
+                return Scan(tuple((operand, Chunk(dim)) for operand in operands_of(node)), dim)
         try:
             operands = self._operands(node, placement)
         except Unsplittable:

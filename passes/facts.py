@@ -178,7 +178,9 @@ def find_sequence(lowered: Lowered, seq_dim: int | None) -> sympy.Symbol:
         mixed = _mixed_size(node, lowered)
         near = [symbol for symbol in symbolic if (mixed - symbol).is_Integer] if mixed else []
         if near:
-            if mixed - longest[near[0]] > 0:  # a softmax over all positions and a sink
+            # A softmax over all positions and a sink; unless there are as many rows, of which the
+            # first are tokens that the model itself puts before the others.
+            if mixed - longest[near[0]] > 0 and not _mixes_its_rows(node, mixed, lowered):
                 mixed = longest[near[0]]
             votes[mixed] = votes.get(mixed, 0) + 1
     candidates = [size for size in votes if votes[size] == max(votes.values())]
@@ -272,6 +274,15 @@ def _mixed_size(node: fx.Node, lowered: Lowered) -> sympy.Expr | None:
     if node.target in SOFTMAX:
         return lowered.shape(node)[node.args[1]]
     return None
+
+
+def _mixes_its_rows(node: fx.Node, mixed: sympy.Expr, lowered: Lowered) -> bool:
+    """Whether there is a row for each of the positions that a node mixes."""
+    if node.target in SOFTMAX:
+        return lowered.shape(node).count(mixed) > 1
+    if (kernel := kernel_of(node.target)) is not None:
+        return lowered.shape(node.args[kernel.places["query"]])[kernel.dim] == mixed
+    return lowered.shape(node.args[0])[-2] == mixed
 
 
 def propagate(lowered: Lowered, sequence: sympy.Symbol | None) -> Facts:

@@ -25,7 +25,7 @@ from .lower import Lowered, fake_mode_of
 from .rules.loss import ELEMENTWISE_LOSSES, MEAN, SUM
 from .rules.registry import arguments_of
 
-__all__ = ["Writer", "normalize", "normalize_means"]
+__all__ = ["Writer", "drop_whole_slices", "normalize", "normalize_means"]
 
 aten = torch.ops.aten
 
@@ -86,6 +86,7 @@ class Writer:
 
 def normalize(lowered: Lowered) -> None:
     """Cut dependencies on tensors that only lend their shape or dtype (in place)."""
+    drop_whole_slices(lowered)
     for node in list(lowered.graph.nodes):
         if node.op != "call_function":
             continue
@@ -110,8 +111,6 @@ def normalize(lowered: Lowered) -> None:
         elif node.target in (aten.type_as.default, aten.to.other):
             other = node.args[1].meta["val"]
             _replace(node, Writer(node)(aten.to.device, node.args[0], other.device, other.dtype))
-        elif _takes_all(node, lowered) and node.meta["region"].grad:
-            _replace(node, node.args[0])
         elif node.target is aten.repeat.default and (sizes := _repeats_ones(node, lowered)):
             _replace(node, Writer(node)(aten.expand.default, node.args[0], sizes))
         elif node.target in (aten.eye.default, aten.eye.m):
@@ -120,6 +119,13 @@ def normalize(lowered: Lowered) -> None:
         is_impure_node=lambda node: node.op in ("placeholder", "output")
     )
     lowered.graph.lint()
+
+
+def drop_whole_slices(lowered: Lowered) -> None:
+    """Users of a slice that takes everything get what it was taken of (in place)."""
+    for node in list(lowered.graph.nodes):
+        if _takes_all(node, lowered) and node.meta["region"].grad:
+            _replace(node, node.args[0])
 
 
 def _grows(lowered: Lowered, node: fx.Node) -> bool:

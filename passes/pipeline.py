@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..errors import NotStreamedError, format_message
@@ -40,8 +41,9 @@ from .islands import compile_islands
 from .kernels import find_kernels
 from .lower import lower
 from .normalize import normalize, normalize_means
+from .recurrences import find_recurrences
 from .regions import Regions
-from .rules.registry import Unsplittable
+from .rules.registry import Unsplittable, operands_of
 from .scope import describe, scope_of
 from .sizes import express_sizes
 from .slices import take_off
@@ -49,8 +51,11 @@ from .split import draws_random, split
 from .stencils import normalize_stencils
 from .stitch import Placed, stitch
 from .validate import Validator
+from .windows import Windows
 
 __all__ = ["Executor", "build_plan"]
+
+aten = torch.ops.aten
 
 _MAX_ROUNDS = 400
 _WIDE = 1.5  # times as wide as anything that is kept: logits
@@ -110,6 +115,7 @@ def build_plan(
     clock = _Clock()
     with clock("lower"):
         as_captured = lower(captured, examples)
+        find_recurrences(as_captured)
         lowered = free_length(as_captured, examples, options.seq_dim) or as_captured
     with clock("normalize"):
         normalize(lowered)
@@ -126,12 +132,12 @@ def build_plan(
             facts = propagate(lowered, sequence)
         if normalize_stencils(facts):
             facts = propagate(lowered, sequence)
-    regions = Regions(lowered)
+    regions, windows = Regions(lowered), Windows(lowered)
     while True:
         with clock("attend"):
             reads = attend(facts, examples)
         validator = Validator(facts, examples, executor.run) if options.validate else None
-        planner = _Planner(facts, reads, options, clock, regions)
+        planner = _Planner(facts, reads, options, clock, regions, windows)
         try:
             placed, cuts = planner.plan(validator)
             break
@@ -141,7 +147,7 @@ def build_plan(
         find_sequence(as_captured, options.seq_dim)
     if not placed and facts.keeps_activations:
         raise fixed_length(lowered.hints.get(sequence, 0))
-    if options.strict and planner.reasons:
+    if options.strict and planner.entries:
         scope, reason = planner.entries[0]
         raise NotStreamedError(
             format_message(
@@ -209,10 +215,16 @@ class _Planner:
     """Cuts and splits until everything either has a body or runs whole."""
 
     def __init__(
-        self, facts: Facts, reads: Reads, options: Options, clock: _Clock, regions: Regions
+        self,
+        facts: Facts,
+        reads: Reads,
+        options: Options,
+        clock: _Clock,
+        regions: Regions,
+        windows: Windows,
     ) -> None:
         self._facts, self._reads, self._options, self._clock = facts, reads, options, clock
-        self._regions = regions
+        self._regions, self._windows = regions, windows
         self._forced: dict[fx.Node, fx.Node] = {}
         self._added_later: set[fx.Node] = set()
         self._bodies: dict[str, Body] = {}
@@ -241,8 +253,18 @@ class _Planner:
     def _run_whole(self, node: fx.Node, reason: str) -> None:
         if node in self.reasons:
             raise RuntimeError(f"{node} runs whole already: {reason}")
+        if self._is_part(
+            node
+        ):  # computes nothing: its source is kept, which is no wider than others
+            self.reasons[node] = reason
+            return
         with self._clock("regions"):
-            if self._regions.gather_around(self._facts, self._reads.mixers, node):
+            facts = self._facts
+            if (
+                self._windows.gather_around(facts, node)
+                or self._regions.gather_around(facts, self._reads.mixers, node)
+                or self._windows.gather_around(facts, node, token_wise=True)
+            ):
                 raise Regrouped
         self.reasons.update(dict.fromkeys(_with_items([node]), reason))
         self.entries.append((f"{scope_of([node])}  {describe(node)}", reason))
@@ -302,15 +324,31 @@ class _Planner:
             if len(computed) > 1 or drawn.setdefault(node, position) != position:
                 raise NeededWhole(node, node.next)
 
+    def _is_part(self, node: fx.Node) -> bool:
+        """Whether a node only drops the first rows of something narrow: of tokens that the model
+        itself has put before the others."""
+        facts = self._facts
+        if node.target is not aten.slice.Tensor or len(facts.sequence_dims(node)) != 1:
+            return False
+        (source,) = operands_of(node)
+        (dim,) = facts.sequence_dims(node)
+        dropped = facts.shape(source)[dim] - facts.shape(node)[dim]
+        narrow = bytes_per_token(facts, source) <= self._width_of_features()
+        return facts.sequence_dims(source) == [dim] and dropped.is_Integer and narrow
+
+    def _width_of_features(self) -> float:
+        """Bytes per token of the widest value that enters the model's layers."""
+        facts = self._facts
+        kept = [n for n in facts.outer | facts.stream if n in facts.features]
+        return max((bytes_per_token(facts, n) for n in kept), default=0.0)
+
     def _deferrable(self, group: Group) -> list[fx.Node]:
         """Wide outputs (logits): most callers never look at them, or at little of them."""
         facts = self._facts
-        kept = [n for n in facts.outer | facts.stream if n in facts.features]
-        narrow = max((bytes_per_token(facts, n) for n in kept), default=0.0)
         return [
             node
             for node in group.values
-            if bytes_per_token(facts, node) > _WIDE * narrow
+            if bytes_per_token(facts, node) > _WIDE * self._width_of_features()
             and all(user.op == "output" or facts.is_active(user) for user in node.users)
             and any(user.op == "output" for user in node.users)
         ]

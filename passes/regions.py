@@ -10,25 +10,19 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
-from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
-from .double import double_graph
 from .facts import Facts
 from .lower import Lowered
 from .lower import Region as Contexts
-from .rules.registry import rows_of, takes_double
-from .sizes import SizeWriter, write_expression
+from .pieces import is_value, write_piece
+from .rules.registry import rows_of
+from .sizes import SizeWriter
 from .split import draws_random
-from .structure import structure_of
 
-__all__ = ["Regions"]
-
-aten = torch.ops.aten
+__all__ = ["Regions", "has_rows"]
 
 
 class Regions:
@@ -74,7 +68,7 @@ class Regions:
         if len(members) < 2 or not outputs or not _same_dims(facts, outputs):
             return False
         try:
-            region, operands, symbols = _write(facts, members, outputs)
+            region, operands, symbols = write_piece(self._lowered, members, outputs)
         except ValueError:
             return False
         graph = self._lowered.graph
@@ -85,7 +79,7 @@ class Regions:
         place = ("stack_trace", "nn_module_stack")
         new.meta = {key: members[0].meta[key] for key in place if key in members[0].meta}
         new.meta |= {"region": Contexts(), "val": held if len(held) > 1 else held[0]}
-        if not _has_rows(facts, new):
+        if not has_rows(facts, new):
             graph.erase_node(new)
             sizes.take_back()
             return False
@@ -129,10 +123,10 @@ def _members(facts: Facts, scope: str) -> list[fx.Node]:
     chosen = {
         node
         for node in graph.nodes
-        if node.op == "call_function" and scope in _scopes(node) and _is_value(node)
+        if node.op == "call_function" and scope in _scopes(node) and is_value(node)
     }
     for node in reversed(graph.nodes):
-        if node.op != "call_function" or not node.users or not _is_value(node):
+        if node.op != "call_function" or not node.users or not is_value(node):
             continue
         if all(user in chosen for user in node.users):
             chosen.add(node)
@@ -142,10 +136,6 @@ def _members(facts: Facts, scope: str) -> list[fx.Node]:
         for node in graph.nodes
         if node in chosen and (node.target is not operator.getitem or node.args[0] in chosen)
     ]
-
-
-def _is_value(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
 
 
 def _same_dims(facts: Facts, outputs: list[fx.Node]) -> bool:
@@ -158,73 +148,10 @@ def _same_dims(facts: Facts, outputs: list[fx.Node]) -> bool:
     return len(layouts) == 1
 
 
-def _has_rows(facts: Facts, node: fx.Node) -> bool:
+def has_rows(facts: Facts, node: fx.Node) -> bool:
+    """Whether chunks of a node's operands give chunks of it along the sequence."""
     return any(
         facts.sequence in facts.shape(node)[dim].free_symbols
         for row in rows_of(node, facts.shape)
         for dim, _ in row.out.spans
     )
-
-
-def _write(
-    facts: Facts, members: list[fx.Node], outputs: list[fx.Node]
-) -> tuple[Callable, list[fx.Node], list[sympy.Symbol]]:
-    """The region as a function of its operands and of the symbols of its sizes.
-
-    Raises:
-        ValueError: a size inside follows from the data.
-    """
-    lowered, chosen = facts.lowered, set(members)
-    operands = list(
-        dict.fromkeys(o for node in members for o in node.all_input_nodes
-                      if o not in chosen and _is_value(o))
-    )  # fmt: skip
-    graph = fx.Graph()
-    copies: dict[fx.Node, Any] = {o: graph.placeholder(f"in_{i}") for i, o in enumerate(operands)}
-    sizes = [i for node in members for i in node.all_input_nodes if i not in copies]
-    sizes = [node for node in sizes if node not in chosen]
-    expressions = {node: lowered.expr(node.meta["val"]) for node in dict.fromkeys(sizes)}
-    symbols = sorted({s for e in expressions.values() for s in e.free_symbols}, key=str)
-    given = {symbol: graph.placeholder(f"size_{i}") for i, symbol in enumerate(symbols)}
-    for node, expr in expressions.items():
-        copies[node] = write_expression(
-            expr, given.__getitem__, lambda function, *args: graph.call_function(function, args)
-        )
-    for node in members:
-        copies[node] = _copy(graph, node, copies)
-    results = tuple(copies[node] for node in outputs)
-    graph.output(results if len(results) > 1 else results[0])
-    token_wise = _function(fx.GraphModule(lowered.module, graph, class_name="TokenWise"))
-    # One op inside that does not take float64, and the region as a whole does not.
-    token_wise.in_double = None
-    if all(takes_double(node, facts.shape) for node in members):
-        token_wise.in_double = _function(fx.GraphModule(lowered.module, double_graph(graph)))
-    return token_wise, operands, symbols
-
-
-def _function(module: fx.GraphModule) -> Callable:
-    """A graph module as a node's target, which has to be a function."""
-
-    def token_wise(*args: Any) -> Any:
-        return module(*args)
-
-    token_wise.__module__ = __name__
-    token_wise.fingerprint = ("token-wise", structure_of(module))
-    return token_wise
-
-
-def _copy(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, Any]) -> fx.Node:
-    """One op, under the contexts it was traced under."""
-    contexts: Contexts = node.meta["region"]
-    if not contexts.grad and not isinstance(node.meta["val"], torch.Tensor):
-        raise ValueError(f"{node.target} under no_grad gives several values")
-    entered = [
-        graph.call_function(torch.amp.autocast_mode._enter_autocast, autocast)
-        for autocast in contexts.autocast
-    ]
-    new = graph.node_copy(node, copies.__getitem__)
-    if not contexts.grad:
-        new = graph.call_function(aten.detach.default, (new,))
-    for context in reversed(entered):
-        graph.call_function(torch.amp.autocast_mode._exit_autocast, (context,))
-    return new

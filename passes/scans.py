@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
-from .. import scan
+from .. import linear_attention, recurrence, scan
 
-__all__ = ["SCANS", "recurrence_of"]
+__all__ = ["SCANS", "recurrence_of", "scanned_dim"]
 
 aten = torch.ops.aten
 
@@ -17,9 +18,19 @@ SCANS: dict[Any, Callable] = {
     aten.cumprod.default: scan.cumprod_rows,
     aten.cumsum.default: scan.cumsum_rows,
     aten.logcumsumexp.default: scan.logcumsumexp_rows,
+    linear_attention.linear_attention: linear_attention.linear_attention_rows,
+    recurrence.recurrence: recurrence.recurrence_rows,
 }
 
 
 def recurrence_of(target: Any) -> Any:
     """The :class:`~.recurrent.Recurrence` that a node's target calls, if it calls one."""
     return getattr(target, "recurs", None)
+
+
+def scanned_dim(node: fx.Node) -> int:
+    """The dim along which a scan runs."""
+    if node.target is linear_attention.linear_attention:
+        return 1
+    dim = node.args[2] if node.target is recurrence.recurrence else node.args[1]
+    return dim % node.meta["val"].ndim

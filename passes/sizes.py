@@ -45,6 +45,10 @@ def write_expression(
         return int(expr)
     if isinstance(expr, sympy.Symbol):
         return symbol(expr)
+    if (rounded := _rounded(expr)) is not None:
+        whole, part, up = rounded
+        whole = write_expression(whole, symbol, call)
+        return call(operator.floordiv, call(operator.add, whole, part - 1) if up else whole, part)
     function = OPERATORS.get(expr.func.__name__)
     if function is None:
         raise ValueError(f"no way to write the size {expr}")
@@ -52,6 +56,17 @@ def write_expression(
     for value in rest:
         result = call(function, result, value)
     return result
+
+
+def _rounded(expr: sympy.Expr) -> tuple[sympy.Expr, int, bool] | None:
+    """``(size, number, up)`` of a size that was divided by a number and rounded."""
+    name = expr.func.__name__
+    if name not in ("CeilToInt", "FloorToInt", "TruncToInt"):
+        return None
+    (ratio,) = expr.args
+    if ratio.func.__name__ != "IntTrueDiv" or not ratio.args[1].is_Integer or ratio.args[1] <= 0:
+        return None
+    return ratio.args[0], int(ratio.args[1]), name == "CeilToInt"
 
 
 def symbol_source(lowered: Lowered, symbol: sympy.Symbol) -> tuple[fx.Node, int | None, int]:

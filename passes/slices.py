@@ -1,8 +1,9 @@
-"""Slices that take off again what was put before: ``cat([zeros, x])[:, 1:]`` is ``x``.
+"""Slices that take off again what was put before or after: ``cat([zeros, x])[:, 1:]`` is ``x``.
 
 A table of sums over stretches is built from cumulative sums with a zero before them, so that it has
 one row and one column more than the sequence, and these are cut off in the end. Taken of the
-operands instead, the slice meets the ``cat`` and both are gone; a longer value never exists.
+operands instead, the slice meets the ``cat`` and both are gone; a longer value never exists. So it
+is with a sequence that is padded to whole blocks and cut off in the end.
 """
 
 from __future__ import annotations
@@ -25,16 +26,20 @@ _TO_THE_END = 2**63 - 1
 
 
 def take_off(lowered: Lowered) -> None:
-    """Move such slices up to the ``cat`` they undo (in place)."""
+    """Move such slices up to what they undo (in place)."""
     for node in list(lowered.graph.nodes):
         if node.target is not aten.slice.Tensor:
             continue
         source, dim, start, end, step = arguments_of(node).values()
         dim %= node.meta["val"].ndim
-        grows = lowered.shape(node)[dim].free_symbols
-        if not grows or not isinstance(start, int) or start <= 0 or end != _TO_THE_END or step != 1:
+        if not lowered.shape(node)[dim].free_symbols or not isinstance(start, int) or step != 1:
             continue
-        found = _Taking(lowered, node, start).of(source, dim)
+        if start == 0 and end != _TO_THE_END:
+            found = _TakingFirst(lowered, node, dim).of(source, dim)
+        elif start > 0 and end == _TO_THE_END:
+            found = _Taking(lowered, node, start).of(source, dim)
+        else:
+            found = None
         if found is not None:
             node.replace_all_uses_with(found)
             node.graph.erase_node(node)
@@ -91,13 +96,8 @@ class _Taking:
     def _of_pointwise(self, node: fx.Node, dim: int) -> fx.Node | None:
         taken: dict[fx.Node, Any] = {}
         for operand in node.all_input_nodes:
-            held = operand.meta.get("val")
-            rank = held.ndim if isinstance(held, torch.Tensor) else 0
-            own = dim - (node.meta["val"].ndim - rank)
-            if own < 0 or self._lowered.shape(operand)[own] == 1:
-                taken[operand] = operand
-            else:
-                taken[operand] = self.of(operand, own)
+            own = _own_dim(self._lowered, node, operand, dim)
+            taken[operand] = operand if own is None else self.of(operand, own)
         if None in taken.values():
             return None
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), taken.__getitem__)
@@ -105,3 +105,46 @@ class _Taking:
 
     def _again(self, node: fx.Node, source: fx.Node | None) -> fx.Node | None:
         return None if source is None else self._write(node.target, source, *node.args[1:])
+
+
+class _TakingFirst:
+    """Writes what a slice of the first entries gives of a padded value, without the padding."""
+
+    def __init__(self, lowered: Lowered, node: fx.Node, dim: int) -> None:
+        self._lowered, self._size = lowered, lowered.shape(node)[dim]
+        self._end = arguments_of(node)["end"]
+        self._write, self._region = Writer(node), node.meta["region"]
+
+    def of(self, node: fx.Node, dim: int) -> fx.Node | None:
+        """The value, or ``None`` if it is not padded."""
+        if node.op != "call_function" or node.meta["region"] != self._region:
+            return None
+        if node.target in (aten.pad.default, aten.constant_pad_nd.default):
+            source, amounts = node.args[:2]
+            last = 2 * (node.meta["val"].ndim - 1 - dim)  # amounts begin with the last dim
+            others = [a for i, a in enumerate(amounts) if i != last + 1]
+            undone = self._lowered.shape(source)[dim] == self._size
+            return (
+                source if undone and not any(isinstance(a, fx.Node) or a for a in others) else None
+            )
+        if not _is_pointwise(node.target):
+            return None
+        dims = {o: _own_dim(self._lowered, node, o, dim) for o in node.all_input_nodes}
+        taken = {o: None if own is None else self.of(o, own) for o, own in dims.items()}
+        if not any(taken.values()):
+            return None
+        for operand, own in dims.items():
+            if own is None:
+                taken[operand] = operand
+            elif taken[operand] is None:
+                taken[operand] = self._write(aten.slice.Tensor, operand, own, 0, self._end)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), taken.__getitem__)
+        return self._write(node.target, *args, **kwargs)
+
+
+def _own_dim(lowered: Lowered, node: fx.Node, operand: fx.Node, dim: int) -> int | None:
+    """The dim of an operand of a pointwise op that is a dim of the result, if it has it."""
+    held = operand.meta.get("val")
+    rank = held.ndim if isinstance(held, torch.Tensor) else 0
+    own = dim - (node.meta["val"].ndim - rank)
+    return None if own < 0 or lowered.shape(operand)[own] == 1 else own

@@ -42,6 +42,7 @@ from .rules.registry import (
 )
 from .scans import SCANS, recurrence_of
 from .sizes import OPERATORS, write_expression
+from .stencils import windowed_of
 from .unread import without_unread
 
 __all__ = ["SplitSegment", "draws_random", "split"]
@@ -344,6 +345,8 @@ class _Writer:
         return self._op(node, node.target.rows, (self._start, first, self._end, *operands), {})
 
     def _stencil(self, node: fx.Node, recipe: Stencil) -> fx.Node:
+        if (piece := windowed_of(node.target)) is not None:
+            return self._windowed(node, recipe, piece.window)
         window, *others = (self._values[item] for item in recipe.operands)
         (_, span), *_ = recipe.operands[0][1].spans
         if node.target is stencil.shift:
@@ -355,15 +358,22 @@ class _Writer:
         args = (window, weight, bias, dilation, groups, self._start, self.first(span))
         return self._op(node, stencil.causal_conv1d_rows, args, {})
 
+    def _windowed(self, node: fx.Node, recipe: Stencil, window: int) -> fx.Node:
+        given = iter([self._values[item] for item in recipe.operands])
+        operands = [self._own(value, given) for value in node.args]
+        first = self.first(Span(Kind.KEYS, window))
+        return self._op(node, node.target.rows, (self._start, first, self._end, *operands), {})
+
     def _scan(self, node: fx.Node, recipe: Scan) -> fx.Node:
         if recurrence_of(node.target) is not None:
             return self._recurrent(node, recipe)
-        (x,) = (self._values[item] for item in recipe.operands)
-        held, dtype = node.args[0].meta["val"], node.meta["val"].dtype
-        if held.dtype != dtype:
-            x = self._op(node, aten.to.dtype, (x, dtype), {})
+        operands = [self._values[item] for item in recipe.operands]
+        dtype = node.meta["val"].dtype
+        for index, (operand, _) in enumerate(recipe.operands):
+            if operand.meta["val"].dtype != dtype:
+                operands[index] = self._op(node, aten.to.dtype, (operands[index], dtype), {})
         carry = self._new_cache(CacheSpec(recipe.dim, carries=True))
-        out = self._op(node, SCANS[node.target], (x, carry, recipe.dim, self._start), {})
+        out = self._op(node, SCANS[node.target], (*operands, carry, recipe.dim, self._start), {})
         self._reads.append(out)
         return out
 

@@ -3,27 +3,99 @@
 - ``pad`` and slice, ``pad`` by (k, -k), zeros put before all but the last rows: a shift
 - a convolution that is padded on the left only, or on both sides and cut off: a causal one
 
-Both are in :mod:`seqsplit.stencil`; their rows read a window of the sequence.
+Both are in :mod:`seqsplit.stencil`; their rows read a window of the sequence. So do those of a
+piece of the model that works in blocks of positions (:mod:`.windows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+import torch.nn.functional as F
+from torch import Tensor, fx
 
 from .. import stencil
 from .facts import Facts
 from .rules.registry import arguments_of
 
-__all__ = ["STENCILS", "normalize_stencils", "reach_of", "sequence_dim_of"]
+__all__ = [
+    "STENCILS",
+    "WindowedPiece",
+    "normalize_stencils",
+    "reach_of",
+    "sequence_dim_of",
+    "windowed_of",
+]
 
 aten = torch.ops.aten
 
 STENCILS = {stencil.shift, stencil.causal_conv1d}
 _PADS = {aten.pad.default, aten.constant_pad_nd.default}
+
+
+@dataclass(frozen=True)
+class WindowedPiece:
+    """What is known of a gathered piece.
+
+    Attributes:
+        block: the number of positions in a block.
+        reach: how many positions before its block a row may see, a multiple of it.
+        operand_dims: for each operand the dim that is the sequence, ``None`` for what is whole.
+        out_dim: that of the result.
+        num_sizes: how many sizes are given after the operands.
+        length_at: which of them is the length of the sequence, if one is.
+    """
+
+    block: int
+    reach: int
+    operand_dims: tuple[int | None, ...]
+    out_dim: int
+    num_sizes: int
+    length_at: int | None
+
+    @property
+    def window(self) -> int:
+        """A row sees fewer than that many positions before its own, its own included."""
+        return self.reach + self.block
+
+    def rows(
+        self, run: Callable, start: int, first: int, end: int, operands: Sequence[Any]
+    ) -> Tensor:
+        """Rows ``[start, end)``.
+
+        Args:
+            run: the piece.
+            start: where the chunk begins.
+            first: where the windows of the operands begin.
+            end: where both end.
+            operands: of the piece; windows of those that are along the sequence.
+        """
+        begin = max(0, start // self.block * self.block - self.reach)
+        length = end - begin
+        whole = -(-length // self.block) * self.block
+        tensors = [
+            operand
+            if dim is None
+            else _padded(operand.narrow(dim, begin - first, length), dim, whole - length)
+            for operand, dim in zip(operands, self.operand_dims)
+        ]
+        sizes = list(operands[len(self.operand_dims) :])
+        if self.length_at is not None:
+            sizes[self.length_at] = whole
+        return run(*tensors, *sizes).narrow(self.out_dim, start - begin, end - start)
+
+
+def windowed_of(target: Any) -> WindowedPiece | None:
+    """What is known of a node's target, if it is a gathered piece."""
+    return getattr(target, "windowed", None)
+
+
+def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
+    """With rows of zeros after the last, which no row before them sees."""
+    return F.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, rows]) if rows else x
 
 
 def normalize_stencils(facts: Facts) -> bool:

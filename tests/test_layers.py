@@ -11,7 +11,16 @@ PASSES = sorted((ROOT / "passes").rglob("*.py"))
 RUNTIME = sorted((ROOT / "seqsplit").glob("*.py"))
 # What passes may know of the package around them: what plans and bodies are written in.
 ALLOWED = {"assumptions", "errors", "options", "placement", "plan", "schedule"}
-ALLOWED |= {"attention", "flex", "primitives", "scan", "stencil", "weights"}
+ALLOWED |= {
+    "attention",
+    "flex",
+    "linear_attention",
+    "primitives",
+    "recurrence",
+    "scan",
+    "stencil",
+    "weights",
+}
 # Where a configuration becomes a module, the library that does it has to be named.
 NAMES_A_LIBRARY = "configurations.py"
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
+from ...linear_attention import linear_attention
 from ...placement import Chunk, Placement, Sum, Whole
+from ...recurrence import recurrence
 from ..scans import recurrence_of
+from .pointwise import broadcast
 from .registry import Operand, rule
 
 aten = torch.ops.aten
@@ -108,6 +111,19 @@ def along_one_dim(operands: list[Operand], dim: Any = None, dims: Any = None) ->
     for kept in range(operands[0].ndim):
         if kept not in along:
             yield Chunk(kept), *(Chunk(kept) for _ in operands)
+
+
+@rule(recurrence)
+def along_time(operands: list[Operand], out: Operand, arg2: int) -> Rows:
+    for kept in range(out.ndim):
+        if kept != arg2:
+            yield Chunk(kept), *(broadcast(operand, out, kept) for operand in operands)
+
+
+@rule(linear_attention)
+def by_batch_and_head(operands: list[Operand]) -> Rows:
+    for kept in (0, 2):
+        yield Chunk(kept), *(Chunk(kept) for _ in operands)
 
 
 @rule(aten.layer_norm.default, aten.native_layer_norm.default)
