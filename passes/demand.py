@@ -35,7 +35,7 @@ from .cut import summing_row
 from .facts import Facts
 from .rules.attention import SDPA, SOFTMAX, kernel_of
 from .rules.registry import Unsplittable, arguments_of, contracted, operands_of, pull
-from .scans import SCANS, recurrence_of, scanned_dim
+from .scans import SCANS, final_state_of, recurrence_of, scanned_dim
 from .stencils import STENCILS, reach_of, sequence_dim_of, windowed_of
 
 __all__ = [
@@ -296,9 +296,9 @@ class _Pushing:
                 window = Placement(((dim, Span(Kind.KEYS, reach_of(node) + 1)),))
                 source, *others = operands_of(node)
                 return Stencil(((source, window), *((other, Whole) for other in others)))
-        recurrence = recurrence_of(node.target)
-        if recurrence is not None and placement == Chunk(recurrence.dim):
-            return Scan(_wanted_by(recurrence, operands_of(node)), recurrence.dim)
+        if (scanned := _recurrence(node, placement)) is not None:
+            operands = operands_of(node)
+            return Scan(tuple(zip(operands, scanned.wanted(len(operands)))), scanned.dim)
         if (piece := windowed_of(node.target)) is not None and placement == Chunk(piece.out_dim):
             return Stencil(
                 tuple(
@@ -467,11 +467,13 @@ class _Pushing:
         return _through(source.args[0], _is_copy(facts))
 
 
-def _wanted_by(recurrence: Any, operands: list[fx.Node]) -> tuple[tuple[fx.Node, Placement], ...]:
-    dims = [*recurrence.dims, None]  # the state to begin with is for the first chunk
-    return tuple(
-        (operand, Whole if dim is None else Chunk(dim)) for operand, dim in zip(operands, dims)
-    )
+def _recurrence(node: fx.Node, placement: Placement) -> Any:
+    """The recurrent function of which a node is asked for a chunk's rows, or for its share of the
+    final state."""
+    if placement.partial:
+        return final_state_of(node.target)
+    recurrence = recurrence_of(node.target)
+    return recurrence if recurrence and placement == Chunk(recurrence.dim) else None
 
 
 def _is_copy(facts: Facts) -> Callable[[fx.Node], bool]:

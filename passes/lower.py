@@ -35,7 +35,7 @@ from ..errors import CaptureError
 from ..plan import Write
 from .batched import gather_vmaps, is_vmap
 from .functionalize import functionalize
-from .recurrent import as_final_state, as_target
+from .recurrent import as_target
 from .structure import structure_of
 
 __all__ = [
@@ -293,11 +293,9 @@ class _KeepBackwards(fx.Interpreter):
             return _trace_as_one_node(custom_function(args[0], args[1], kwargs), args[2:])
         if hasattr(target, "proves") and (found := target.proves(args, kwargs)) is not None:
             recurrence, operands = found
-            out = _trace_as_one_node(as_target(recurrence), operands)
-            state = recurrence.call.ends and _trace_as_one_node(
-                as_final_state(recurrence), operands
-            )
-            return recurrence.as_given(out, state)
+            targets = [as_target(recurrence, gives) for gives in range(1 + recurrence.call.ends)]
+            values = [_trace_as_one_node(target, operands) for target in targets]
+            return recurrence.as_given(*values)
         if is_vmap(target):
             return _trace_as_one_node(target, args)
         if target is _DATA:  # ``x.data``, which leaves no trace of its own

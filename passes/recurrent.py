@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import InvalidOptionError, format_message
+from ..placement import Chunk, Placement, Whole
 from ..scan import recurrent_rows
 
 __all__ = [
@@ -34,11 +35,11 @@ __all__ = [
     "Convention",
     "Recurrence",
     "Size",
-    "as_final_state",
     "as_target",
     "call_of",
     "chained",
     "convention_of",
+    "on_chunk",
     "recurrent",
     "registered",
 ]
@@ -301,30 +302,30 @@ class Recurrence:
     in_tuple: bool
     takes_double: bool
 
-    def whole(self, operands: Sequence[Tensor]) -> Tensor:
-        """The output of all positions."""
-        if _without_data(operands):
-            return self.like(operands)[0]
-        given, state = self.call.parts(operands)
-        return self.call(given, state, ends=self.call.ends)[0]
+    def wanted(self, num_operands: int) -> tuple[Placement, ...]:
+        """What a chunk takes of the operands. The state to begin with is for the first one."""
+        dims = [*self.dims, None][:num_operands]
+        return tuple(Whole if dim is None else Chunk(dim) for dim in dims)
 
-    def final_state(self, operands: Sequence[Tensor]) -> Tensor:
-        """The state after all positions."""
+    def whole(self, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The output of all positions, and the state after them if the model asks for it."""
         if _without_data(operands):
-            return self.like(operands)[1]
+            return self.like(operands)
         given, state = self.call.parts(operands)
-        return self.call(given, state, ends=True)[1]
+        return self.call(given, state, ends=self.call.ends)
 
-    def rows(self, carry: Any, start: int, operands: Sequence[Tensor]) -> Tensor:
-        """The output of the chunk that begins at ``start``: operands along the sequence are the
-        chunk's own, the others whole."""
+    def on_chunk(
+        self, carry: Any, start: int, last: bool, operands: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The output of the chunk that begins at ``start``, and its share of the final state:
+        operands along the sequence are the chunk's own, the others whole."""
         given, first = self.call.parts(operands)
         step = functools.partial(self.call, given, ends=True)
-        return recurrent_rows(step, operands, carry, start, first)
+        return recurrent_rows(step, operands, carry, start, last, first)
 
-    def in_chunks(self, operands: Sequence[Tensor], bounds: Sequence[int]) -> Tensor:
-        """The output of all positions, computed chunk by chunk."""
-        return chained(self.call, self.dims, self.dim, operands, bounds)[0]
+    def in_chunks(self, operands: Sequence[Tensor], bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Output and final state, computed chunk by chunk."""
+        return chained(self.call, self.dims, self.dim, operands, bounds)
 
     def like(self, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Output and final state without data, for operands without data."""
@@ -337,7 +338,7 @@ class Recurrence:
         )
         return out, state
 
-    def as_given(self, out: Any, state: Any) -> Any:
+    def as_given(self, out: Any, state: Any = None) -> Any:
         """Output and state as the function gives them to the model."""
         if self.call.ends:
             return out, state
@@ -372,29 +373,26 @@ def _without_data(operands: Sequence[Tensor]) -> bool:
     return any(isinstance(operand, FakeTensor) for operand in operands)
 
 
-def as_target(recurrence: Recurrence) -> Callable:
-    """A recurrence as a node's target, which has to be a function; chunks call its ``rows``."""
+def as_target(recurrence: Recurrence, gives: int) -> Callable:
+    """A recurrence as the target of a node that gives its output (0) or its final state (1)."""
 
     def recurrent(*operands: Tensor) -> Tensor:
-        return recurrence.whole(operands)
+        return recurrence.whole(operands)[gives]
 
-    def recurrent_on_chunk(carry: Any, start: int, *operands: Tensor) -> Tensor:
-        return recurrence.rows(carry, start, operands)
-
-    recurrent.__module__ = recurrent_on_chunk.__module__ = __name__
-    recurrent.recurs, recurrent.rows = recurrence, recurrent_on_chunk
+    recurrent.__module__ = __name__
+    recurrent.recurs, recurrent.gives = recurrence, gives
     recurrent.in_double = recurrent if recurrence.takes_double else None
-    recurrent.fingerprint = ("recurrent", *recurrence.call.fingerprint, recurrence.dims)
+    recurrent.fingerprint = ("recurrent", gives, *recurrence.call.fingerprint, recurrence.dims)
     return recurrent
 
 
-def as_final_state(recurrence: Recurrence) -> Callable:
-    """The final state as a node's target."""
+def on_chunk(recurrence: Recurrence) -> Callable:
+    """A recurrence as a chunk's body calls it: ``(carry, start, end, length, *operands)``."""
 
-    def final_state(*operands: Tensor) -> Tensor:
-        return recurrence.final_state(operands)
+    def recurrent_on_chunk(
+        carry: Any, start: int, end: int, length: int, *operands: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return recurrence.on_chunk(carry, start, end == length, operands)
 
-    final_state.__module__ = __name__
-    final_state.in_double = final_state if recurrence.takes_double else None
-    final_state.fingerprint = ("final state", *recurrence.call.fingerprint)
-    return final_state
+    recurrent_on_chunk.__module__ = __name__
+    return recurrent_on_chunk

@@ -10,7 +10,7 @@ from torch import fx
 
 from .. import linear_attention, recurrence, scan
 
-__all__ = ["SCANS", "recurrence_of", "scanned_dim"]
+__all__ = ["SCANS", "final_state_of", "recurrence_of", "scanned_dim"]
 
 aten = torch.ops.aten
 
@@ -24,8 +24,13 @@ SCANS: dict[Any, Callable] = {
 
 
 def recurrence_of(target: Any) -> Any:
-    """The :class:`~.recurrent.Recurrence` that a node's target calls, if it calls one."""
-    return getattr(target, "recurs", None)
+    """The :class:`~.recurrent.Recurrence` whose output a node gives, if it gives one."""
+    return None if getattr(target, "gives", 0) else getattr(target, "recurs", None)
+
+
+def final_state_of(target: Any) -> Any:
+    """The :class:`~.recurrent.Recurrence` whose final state a node gives, if it gives one."""
+    return getattr(target, "recurs", None) if getattr(target, "gives", 0) else None
 
 
 def scanned_dim(node: fx.Node) -> int:

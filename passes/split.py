@@ -33,6 +33,7 @@ from .demand import (
 )
 from .facts import Facts
 from .lower import Region
+from .recurrent import on_chunk
 from .rules.registry import (
     Unsplittable,
     arguments_of,
@@ -40,7 +41,7 @@ from .rules.registry import (
     rewrite_arguments,
     takes_double,
 )
-from .scans import SCANS, recurrence_of
+from .scans import SCANS
 from .sizes import OPERATORS, write_expression
 from .stencils import windowed_of
 from .unread import without_unread
@@ -365,7 +366,7 @@ class _Writer:
         return self._op(node, node.target.rows, (self._start, first, self._end, *operands), {})
 
     def _scan(self, node: fx.Node, recipe: Scan) -> fx.Node:
-        if recurrence_of(node.target) is not None:
+        if node.target not in SCANS:
             return self._recurrent(node, recipe)
         operands = [self._values[item] for item in recipe.operands]
         dtype = node.meta["val"].dtype
@@ -378,14 +379,18 @@ class _Writer:
         return out
 
     def _recurrent(self, node: fx.Node, recipe: Scan) -> fx.Node:
-        given = iter([self._values[item] for item in recipe.operands])
+        """The output or the final state, from one call for both."""
+        recurrence, given = node.target.recurs, iter([self._values[i] for i in recipe.operands])
         operands = [self._own(value, given) for value in node.args]
-        carry = self._new_cache(CacheSpec(recipe.dim, carries=True))
-        out = self._op(node, node.target.rows, (carry, self._start, *operands), {})
-        if not takes_double(node, self.shape):
-            out.meta["own"] = [operand.meta["val"] for operand in operands_of(node)]
-        self._reads.append(out)
-        return out
+        key = (id(recurrence), *operands)
+        if key not in self._memo:
+            carry = self._new_cache(CacheSpec(recipe.dim, carries=True))
+            args = (carry, self._start, self._end, self._length, *operands)
+            both = self._memo[key] = self._op(node, on_chunk(recurrence), args, {})
+            if not takes_double(node, self.shape):
+                both.meta["own"] = [operand.meta["val"] for operand in operands_of(node)]
+            self._reads.append(both)
+        return self._call(operator.getitem, self._memo[key], node.target.gives)
 
     def _new_cache(self, spec: CacheSpec) -> fx.Node:
         cache = self._placeholder(f"cache_{len(self._caches)}")

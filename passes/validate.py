@@ -26,7 +26,6 @@ from .facts import Facts
 from .lower import attribute_of
 from .rules.attention import SDPA
 from .rules.registry import Row, operands_of, rows_of, takes_double
-from .scans import recurrence_of
 from .split import SplitSegment, draws_random
 from .trial import Part, Trial, holds
 
@@ -191,9 +190,10 @@ class Validator:
         """
         facts = self._facts
         operands = tuple(operands_of(node))
-        if (recurrence := recurrence_of(node.target)) is not None:
-            run = own_call(recurrence.in_chunks, [operand.meta["val"] for operand in operands])
-            return run([known[operand] for operand in operands], uneven_bounds(self._length))
+        if hasattr(node.target, "recurs"):
+            run = own_call(node.target.recurs.in_chunks, [o.meta["val"] for o in operands])
+            values = [known[operand] for operand in operands]
+            return run(values, uneven_bounds(self._length))[node.target.gives]
         symbols = {s for n in (*operands, node) for d in facts.shape(n) for s in d.free_symbols}
         trial = Trial(node, operands, {s: self._symbol(s) for s in symbols}, own=True)
         values = [known[operand] for operand in operands]

@@ -32,6 +32,7 @@ __all__ = [
     "replayed",
     "sliced",
     "state_handed_on",
+    "state_shared",
 ]
 
 
@@ -243,6 +244,18 @@ class _StateHandedOn(torch.autograd.Function):
         return grad, ctx.carry.take_grad(), None
 
 
+class _StateShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, state: Tensor, carry: Carry, last: bool) -> Tensor:
+        ctx.carry, ctx.last = carry, last
+        return state.clone() if last else torch.zeros_like(state)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad if ctx.last else ctx.carry.take_grad(), None, None
+
+
 def received(x: Tensor, carry: Carry, start: int, first: Tensor | None) -> Tensor:
     """The state handed to a chunk, ``first`` if no chunk was before it; ``x`` is any value of the
     chunk that needs a gradient."""
@@ -257,6 +270,12 @@ def handed_on(rows: Tensor, carry: Carry, dim: int) -> Tensor:
 def state_handed_on(rows: Tensor, state: Tensor, carry: Carry) -> Tensor:
     """The same rows; the state after them is handed to the next chunk."""
     return _StateHandedOn.apply(rows, state, carry)
+
+
+def state_shared(state: Tensor, carry: Carry, last: bool) -> Tensor:
+    """A chunk's share of the state after the last one: its own, or zero. Whichever of its rows and
+    its share is differentiated takes the gradient of the state that it has handed on."""
+    return _StateShared.apply(state, carry, last)
 
 
 class Replay:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .primitives import Carry, handed_on, received, state_handed_on
+from .primitives import Carry, handed_on, received, state_handed_on, state_shared
 
 __all__ = ["cumprod_rows", "cumsum_rows", "logcumsumexp_rows", "recurrent_rows"]
 
@@ -35,14 +35,17 @@ def recurrent_rows(
     operands: Sequence[Tensor],
     carry: Carry,
     start: int,
+    last: bool,
     first: Tensor | None,
-) -> Tensor:
-    """Rows of a function that takes the state before them and gives the one after them.
+) -> tuple[Tensor, Tensor]:
+    """Rows of a function that takes the state before them and gives the one after them; and the
+    chunk's share of the final state, which is zero in all chunks but the last.
 
     Args:
         step: the function on the chunk that begins at ``start``, of a state.
         operands: what it computes with.
         carry: of the states.
+        last: whether no chunk comes after it.
         first: the state before the first position, ``None`` for the function's own.
     """
     state = first
@@ -50,7 +53,7 @@ def recurrent_rows(
         differentiable = [operand for operand in operands if operand.requires_grad]
         state = received((differentiable or operands)[0], carry, start, None)
     out, state = step(state)
-    return state_handed_on(out, state, carry)
+    return state_handed_on(out, state, carry), state_shared(state, carry, last)
 
 
 def _begin(x: Tensor, carry: Carry, dim: int, start: int, neutral: float) -> tuple[Tensor, Tensor]:

@@ -110,17 +110,20 @@ class Layer(nn.Module):
         if own_state:
             self.state = nn.Parameter(torch.zeros(heads, keys, values))
 
-    def forward(self, x):
+    def arguments(self, x):
+        """What the function takes, the state excepted."""
         heads, keys, values = self.sizes
         h = self.norm(x)
         q, k, v = self.qkv(h).split([heads * keys, heads * keys, heads * values], -1)
         q, k, v = (y.unflatten(-1, (heads, -1)) for y in (q, k, v))
         g, beta = self.gates(h).chunk(2, -1)
-        args = F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, -F.softplus(g), beta.sigmoid()
+        return F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, -F.softplus(g), beta.sigmoid()
+
+    def forward(self, x):
         state = {}
         if hasattr(self, "state"):
             state["initial_state"] = self.state.expand(x.shape[0], -1, -1, -1)
-        result = self.function(*args, **state)
+        result = self.function(*self.arguments(x), **state)
         y = result[0] if isinstance(result, tuple) else result
         x = x + self.out(y.flatten(2))
         return x + self.mlp(x)

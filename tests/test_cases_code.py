@@ -106,6 +106,10 @@ class HandLinear(torch.autograd.Function):
         return grad @ weight, 2 * grad.flatten(0, 1).t() @ x.flatten(0, 1)
 
 
+def _hand_linear(x, weight):
+    return HandLinear.apply(x, weight)
+
+
 class WithMiddle(nn.Module):
     """A decoder with `middle(x, weight)` applied between its layers."""
 
@@ -128,8 +132,9 @@ class WithMiddle(nn.Module):
         lambda x, weight: Reversal.apply(x) @ weight,
         lambda x, weight: StraightThrough.apply(x @ weight),
         lambda x, weight: HandLinear.apply(x, weight),
+        lambda x, weight: checkpoint(_hand_linear, x, weight, use_reentrant=False),
     ],
-    ids=["reversal", "straight through", "hand-written linear"],
+    ids=["reversal", "straight through", "hand-written linear", "inside of a checkpoint"],
 )
 def test_custom_backwards_are_kept(middle):
     check(lambda: WithMiddle(middle), streamed=False)

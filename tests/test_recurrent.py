@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recurrences
 import seqsplit
-from compare import Pair
+from compare import Pair, every_output
 from seqsplit.passes import stand_in
 from zoo import batches, probe
 from zoo.weights import randomise
@@ -228,3 +228,50 @@ def test_what_computes_in_float32(monkeypatch):
     assert asked == {"rounding": True}
     report = seqsplit.explain(mine, batches.tokens(3, 13))
     assert not report.whole
+
+
+# -- the state after the last position -------------------------------------------------------------
+
+
+class UsesStates(recurrences.Decoder):
+    """Gives the last state of its layers, or lets the next layer begin with it."""
+
+    def __init__(self, function, how):
+        super().__init__(function, layers=3, sizes=(3, 4, 5))
+        self.function, self.how = function, how
+
+    def forward(self, ids):
+        x, states = self.embed(ids), []
+        for layer in self.layers:
+            begins = {"initial_state": states[-1]} if self.how == "next layer" and states else {}
+            args = layer.arguments(x)
+            out, state = self.function(*args, output_final_state=True, **begins)
+            states.append(state)
+            if self.how != "alone":
+                x = x + layer.out(out.flatten(2))
+            x = x + layer.mlp(x)
+        logits = self.head(self.norm(x))
+        return (logits, states[-1]) if self.how == "last" else (logits, *states)
+
+
+@pytest.mark.parametrize("function", (recurrences.gated_delta_rule, recurrences.kernel))
+@pytest.mark.parametrize("how", ("each", "last", "alone", "next layer"))
+def test_the_model_uses_the_last_state(how, function, monkeypatch):
+    """It is a sum over chunks, to which only the last one adds."""
+    pair = Pair(lambda: randomise(UsesStates(function, how)), chunk_size=4)
+    for length in (13, 8):
+        pair.check(batches.tokens(3, length), objective=every_output, explain=True)
+    recurrences.CALLS.clear()
+    every_output(pair.run_mine(batches.tokens(3, 13))).backward()
+    if how != "next layer":  # there it is an op on sums, which the outer graph runs
+        assert 13 not in recurrences.CALLS
+
+
+def test_only_the_last_state_has_a_gradient():
+    pair = Pair(lambda: randomise(UsesStates(recurrences.gated_delta_rule, "last")), chunk_size=4)
+    pair.check(batches.tokens(3, 13), objective=lambda outputs: outputs[1].square().sum())
+
+
+def test_the_last_state_has_no_gradient():
+    pair = Pair(lambda: randomise(UsesStates(recurrences.gated_delta_rule, "each")), chunk_size=4)
+    pair.check(batches.tokens(3, 13), objective=lambda outputs: outputs[0].square().sum())

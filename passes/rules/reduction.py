@@ -10,7 +10,7 @@ import torch
 from ...linear_attention import linear_attention
 from ...placement import Chunk, Placement, Sum, Whole
 from ...recurrence import recurrence
-from ..scans import recurrence_of
+from ..scans import final_state_of, recurrence_of
 from .pointwise import broadcast
 from .registry import Operand, rule
 
@@ -23,6 +23,12 @@ Rows = Iterator[tuple[Placement, ...]]
 def recurrent() -> Rows:
     """No rows along the sequence, which is scanned (passes/demand.py), and none along others."""
     yield from ()
+
+
+@rule(family=lambda target: final_state_of(target) is not None)
+def final_state(target: Any, operands: list[Operand]) -> Rows:
+    """The last chunk gives it, the share of all others is zero."""
+    yield Sum, *final_state_of(target).wanted(len(operands))
 
 
 def _as_dims(dim: Any, ndim: int) -> list[int]:
