@@ -5,13 +5,15 @@ taken of, and so on up to the tensor that owns the memory. Whatever is used afte
 refers to the new values: other views of the same memory are taken again. A write into an input (a
 buffer that counts calls) becomes one more result of the graph, for the caller to copy back. Giving
 an input other memory (``weight.data = other``) writes nothing: from there on, and after the call,
-its name stands for the other tensor.
+its name stands for the other tensor. A write through a detached name (``weight.data.clamp_()``)
+gives a tensor other values, and leaves where its gradient goes.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import fx
 
 from ..errors import CaptureError
 from ..plan import Write
+from ..weights import with_values
 
 __all__ = ["functionalize"]
 
@@ -112,7 +115,10 @@ class _Rewriting:
                 raise self._refusal(f"it writes through {chain[-1].target}")
             chain.append(chain[-1].args[0])
         base = chain[-1]
-        if base.op == "placeholder" and base.meta.get("requires_grad"):
+        if any(alias.target is aten.detach.default for alias in chain):
+            if self._may_be_saved(base):
+                raise self._refusal("it is behind autograd's back, which may keep the old one")
+        elif base.op == "placeholder" and base.meta.get("requires_grad"):
             raise self._refusal("it writes into an input that needs a gradient")
         if base.op not in ("placeholder", "call_function"):
             raise self._refusal("it writes into a constant")
@@ -120,10 +126,33 @@ class _Rewriting:
             new = value = self._out_of_place(twin)
             for view in chain[:-1]:
                 value = self._put_back(view, value)
+            if chain[0] is not base and self._is_written_again([node, chain[0]]):
+                new = self._again(chain[0], {base: value})  # a view still, of what changes again
             node.replace_all_uses_with(new)
             self._take_views_again(base, value, {chain[0]: new})
         self._graph.erase_node(node)
         return base, value
+
+    def _is_written_again(self, names: list[fx.Node]) -> bool:
+        """Whether there is another write through these names, or views taken of them later."""
+        for name in names:
+            for user in name.users:
+                if self._node < user and user.args and user.args[0] is name:
+                    if getattr(getattr(user.target, "_schema", None), "is_mutable", False):
+                        return True
+                    if _alias(user):
+                        names.append(user)
+        return False
+
+    def _may_be_saved(self, base: fx.Node) -> bool:
+        """Whether the op that gave a tensor, or one before the write, may keep it."""
+        names = [base]
+        for name in names:
+            earlier = [user for user in name.users if user < self._node]
+            names += [user for user in earlier if _alias(user)]
+            if any(not _alias(user) for user in earlier):
+                return True
+        return base.op != "placeholder" and base.target is not with_values
 
     def _take_views_again(
         self, base: fx.Node, value: fx.Node, known: dict[fx.Node, fx.Node]
@@ -212,6 +241,12 @@ def _back_from_squeeze(call: Call, view: fx.Node, value: fx.Node) -> fx.Node:
     return call(aten.unsqueeze.default, value, dim) if one else value
 
 
+def _back_from_detach(call: Call, view: fx.Node, value: fx.Node) -> fx.Node:
+    new = call(with_values, view.args[0], value)
+    new.meta["region"] = replace(new.meta["region"], grad=True)
+    return new
+
+
 def _back_from_permute(call: Call, view: fx.Node, value: fx.Node) -> fx.Node:
     dims = [dim % len(view.args[1]) for dim in view.args[1]]
     return call(aten.permute.default, value, [dims.index(dim) for dim in range(len(dims))])
@@ -220,6 +255,7 @@ def _back_from_permute(call: Call, view: fx.Node, value: fx.Node) -> fx.Node:
 # How a changed view is put back into what it was taken of.
 _PUT_BACK: dict[Any, Callable[[Call, fx.Node, fx.Node], fx.Node]] = {
     aten.alias.default: lambda call, view, value: value,
+    aten.detach.default: _back_from_detach,
     aten.permute.default: _back_from_permute,
     aten.select.int: _back_from_select,
     aten.slice.Tensor: _back_from_slice,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .autocast import is_autocast_on
 
-__all__ = ["WeightGradient", "linear"]
+__all__ = ["WeightGradient", "linear", "with_values"]
 
 _BLOCK_ELEMENTS = 2**22
 
@@ -88,3 +88,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if gradient is None or is_autocast_on(x.device):
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias, gradient)
+
+
+class _WithValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, None
+
+
+def with_values(x: Tensor, values: Tensor) -> Tensor:
+    """``x`` after ``x.data.copy_(values)``: other values, and the gradient goes where it went."""
+    return _WithValues.apply(x, values)
