@@ -25,7 +25,7 @@ from .lower import Lowered, fake_mode_of
 from .rules.loss import ELEMENTWISE_LOSSES, MEAN, SUM
 from .rules.registry import arguments_of
 
-__all__ = ["Writer", "normalize", "normalize_means"]
+__all__ = ["Writer", "normalize", "normalize_means", "size_of"]
 
 aten = torch.ops.aten
 
@@ -96,7 +96,7 @@ def normalize(lowered: Lowered) -> None:
             _replace(node, _filled(node))
         elif node.target in (aten.expand_as.default, aten.view_as.default, aten.reshape_as.default):
             write = Writer(node)
-            sizes = [_size(write, node.args[1], dim) for dim in range(node.meta["val"].ndim)]
+            sizes = [size_of(write, node.args[1], dim) for dim in range(node.meta["val"].ndim)]
             op = aten.expand if node.target is aten.expand_as.default else aten.reshape
             _replace(node, write(op.default, node.args[0], sizes))
         elif node.target in (aten.view.default, aten._unsafe_view.default):
@@ -104,7 +104,7 @@ def normalize(lowered: Lowered) -> None:
         elif node.target is aten.unflatten.int and _grows(lowered, node):
             write, (source, dim, sizes) = Writer(node), node.args
             dim %= source.meta["val"].ndim
-            shape = [_size(write, source, d) for d in range(source.meta["val"].ndim)]
+            shape = [size_of(write, source, d) for d in range(source.meta["val"].ndim)]
             shape[dim : dim + 1] = sizes
             _replace(node, write(aten.reshape.default, source, shape))
         elif node.target in (aten.type_as.default, aten.to.other):
@@ -194,7 +194,8 @@ def _eye(node: fx.Node) -> fx.Node:
     return write(aten.to.dtype, same, held.dtype)
 
 
-def _size(write: Writer, source: fx.Node, dim: int) -> int | fx.Node:
+def size_of(write: Writer, source: fx.Node, dim: int) -> int | fx.Node:
+    """A size as a number or a node."""
     size = source.meta["val"].shape[dim]
     return size if isinstance(size, int) else write(aten.sym_size.int, source, dim)
 
@@ -209,7 +210,7 @@ def _filled(node: fx.Node) -> fx.Node:
     if "size" in arguments:
         sizes = list(arguments["size"])
     else:
-        sizes = [_size(write, node.args[0], dim) for dim in range(like.ndim)]
+        sizes = [size_of(write, node.args[0], dim) for dim in range(like.ndim)]
     return write(aten.full.default, sizes, value, dtype=like.dtype, device=like.device)
 
 
@@ -264,7 +265,7 @@ def _count(write: Writer, source: fx.Node, dims: list[int], dtype: torch.dtype) 
     """The number of elements along some dims, as a tensor (its size is only known at run time)."""
     number: int | fx.Node = 1
     for dim in dims:
-        size = _size(write, source, dim)
+        size = size_of(write, source, dim)
         if isinstance(number, int) and isinstance(size, int):
             number *= size
         else:

@@ -124,7 +124,8 @@ def build_plan(
         if normalize_means(facts):
             express_sizes(lowered)
             facts = propagate(lowered, sequence)
-        if normalize_stencils(facts):
+        while normalize_stencils(facts):
+            express_sizes(lowered)
             facts = propagate(lowered, sequence)
     regions = Regions(lowered)
     while True:
