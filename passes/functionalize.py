@@ -126,22 +126,21 @@ class _Rewriting:
             new = value = self._out_of_place(twin)
             for view in chain[:-1]:
                 value = self._put_back(view, value)
-            if chain[0] is not base and self._is_written_again([node, chain[0]]):
+            if chain[0] is not base and self._is_written_again(base):
                 new = self._again(chain[0], {base: value})  # a view still, of what changes again
             node.replace_all_uses_with(new)
             self._take_views_again(base, value, {chain[0]: new})
         self._graph.erase_node(node)
         return base, value
 
-    def _is_written_again(self, names: list[fx.Node]) -> bool:
-        """Whether there is another write through these names, or views taken of them later."""
+    def _is_written_again(self, base: fx.Node) -> bool:
+        """Whether there is a later write into the same memory, through whatever name."""
+        names = [base, self._node]
         for name in names:
-            for user in name.users:
-                if self._node < user and user.args and user.args[0] is name:
-                    if getattr(getattr(user.target, "_schema", None), "is_mutable", False):
-                        return True
-                    if _alias(user):
-                        names.append(user)
+            users = [user for user in name.users if user.args and user.args[0] is name]
+            if any(self._node < user and _writes(user) for user in users):
+                return True
+            names += [user for user in users if _alias(user)]
         return False
 
     def _may_be_saved(self, base: fx.Node) -> bool:
@@ -286,6 +285,10 @@ def _alias(node: fx.Node) -> str | None:
     if node.target.is_view:
         return "view"
     return "maybe" if torch.Tag.maybe_aliasing_or_mutating in node.target.tags else None
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
