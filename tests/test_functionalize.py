@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from graphs import trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compare import relative_error
+from graphs import trace
 from seqsplit.errors import CaptureError
 from seqsplit.passes.functionalize import functionalize
 
