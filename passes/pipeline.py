@@ -44,6 +44,7 @@ from .regions import Regions
 from .rules.registry import Unsplittable
 from .scope import describe, scope_of
 from .sizes import express_sizes
+from .skews import gather_skews
 from .slices import take_off
 from .split import draws_random, split
 from .stencils import normalize_stencils
@@ -114,6 +115,7 @@ def build_plan(
     with clock("normalize"):
         normalize(lowered)
         take_off(lowered)
+        gather_skews(lowered)
         express_sizes(lowered)
     with clock("kernels"):
         find_kernels(lowered, examples)
