@@ -255,6 +255,7 @@ def _back_from_permute(call: Call, view: fx.Node, value: fx.Node) -> fx.Node:
 _PUT_BACK: dict[Any, Callable[[Call, fx.Node, fx.Node], fx.Node]] = {
     aten.alias.default: lambda call, view, value: value,
     aten.detach.default: _back_from_detach,
+    aten.dropout.default: lambda call, view, value: value,  # of nothing, else it is no view
     aten.permute.default: _back_from_permute,
     aten.select.int: _back_from_select,
     aten.slice.Tensor: _back_from_slice,
@@ -278,6 +279,9 @@ def _alias(node: fx.Node) -> str | None:
         return _alias(node.args[0])
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
+    if node.target is aten.dropout.default:
+        _, p, train = node.args
+        return None if train and p > 0 else "view"
     if node.target in _CASTS and node.args[0].meta["val"].dtype != node.meta["val"].dtype:
         return None
     if node.target in _COPIES_IF_NEEDED | _CASTS:

@@ -110,7 +110,7 @@ def normalize(lowered: Lowered) -> None:
         elif node.target in (aten.type_as.default, aten.to.other):
             other = node.args[1].meta["val"]
             _replace(node, Writer(node)(aten.to.device, node.args[0], other.device, other.dtype))
-        elif _takes_all(node) and node.meta["region"].grad:
+        elif _takes_all(lowered, node) and node.meta["region"].grad:
             _replace(node, node.args[0])
         elif node.target is aten.repeat.default and (sizes := _repeats_ones(node, lowered)):
             _replace(node, Writer(node)(aten.expand.default, node.args[0], sizes))
@@ -159,14 +159,17 @@ def _draws_nothing(node: fx.Node) -> bool:
     return arguments.get("train") is False or arguments.get("p") == 0
 
 
-def _takes_all(node: fx.Node) -> bool:
-    """Whether a node is a slice from the first to the last entry."""
+def _takes_all(lowered: Lowered, node: fx.Node) -> bool:
+    """Whether a node is a slice from the first to the last entry, or of as many last ones."""
     if node.target is not aten.slice.Tensor:
         return False
     arguments = arguments_of(node)
-    end = arguments["end"]
+    start, end = arguments["start"], arguments["end"]
+    if isinstance(start, fx.Node):
+        size = lowered.shape(arguments["self"])[arguments["dim"]]
+        start = 0 if lowered.expr(start.meta["val"]) + size == 0 else start
     return (
-        arguments["start"] in (0, None)
+        start in (0, None)
         and (end is None or (isinstance(end, int) and end == 2**63 - 1))
         and arguments["step"] in (1, None)
     )

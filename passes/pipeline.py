@@ -41,7 +41,7 @@ from .kernels import find_kernels
 from .lower import lower
 from .normalize import normalize, normalize_means
 from .regions import Regions
-from .rules.registry import Unsplittable
+from .rules.registry import Unsplittable, operands_of
 from .scope import describe, scope_of
 from .sizes import express_sizes
 from .skews import gather_skews
@@ -248,6 +248,15 @@ class _Planner:
         with self._clock("regions"):
             if self._regions.gather_around(self._facts, self._reads.mixers, node):
                 raise Regrouped
+        self._leave(node, reason)
+        # One that counts in blocks fails, and so will all that do, of whatever layer.
+        if any(map(self._facts.is_in_blocks, [node, *operands_of(node)])):
+            for other in self._facts.lowered.graph.nodes:
+                inside = other in self._facts.stream and self._facts.is_tensor(other)
+                if inside and other not in self.reasons and self._facts.is_in_blocks(other):
+                    self._leave(other, "it counts the sequence in blocks")
+
+    def _leave(self, node: fx.Node, reason: str) -> None:
         self.reasons.update(dict.fromkeys(_with_items([node]), reason))
         self.entries.append((f"{scope_of([node])}  {describe(node)}", reason))
 

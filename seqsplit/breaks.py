@@ -53,8 +53,14 @@ _BRANCH = (
     "compute both sides and choose with torch.where, or decide before the model is called",
 )
 _ANY = "take the line out of the forward, or say the same in operations on tensors"
-# Hints for the authors of Dynamo, and words that say that there is none.
-_NO_HINT = ("report an issue", "fundamental", "caused by an earlier graph break", "error when runn")
+# Hints for the authors of Dynamo, words that say that there is none, and settings that are ours.
+_NO_HINT = (
+    "report an issue",
+    "fundamental",
+    "caused by an earlier graph break",
+    "error when runn",
+    "torch._dynamo.config",
+)
 
 
 def _told(message: str, stack: Sequence[FrameSummary]) -> GraphBreak:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,8 +99,9 @@ class Report:
             lines.append("checks  not done: no length short enough takes the model's branches here")
         if not self.whole:
             lines.append("whole   none")
-        for scope, reason in self.whole:
-            lines += [f"whole   {scope}", f"        why: {reason}"]
+        for (scope, reason), count in Counter(self.whole).items():
+            times = f"  ({count} times)" if count > 1 else ""
+            lines += [f"whole   {scope}{times}", f"        why: {reason}"]
         return "\n".join(lines)
 
     def _break_lines(self) -> list[str]:

@@ -29,3 +29,16 @@ def test_ops_with_two_names():
         aten.clamp.default,
         aten.where.self,
     ]
+
+
+def test_as_many_last_entries_as_there_are_are_all_of_them():
+    def function(x, y):
+        return x[:, -y.shape[0] :] + x[:, -x.shape[1] :] + y
+
+    x = torch.randn(5, 5)
+    lowered = trace(function, x, x)
+    normalize(lowered)
+    used = [node.target for node in lowered.graph.nodes if node.op == "call_function"]
+    assert aten.slice.Tensor not in used
+    lowered.module.recompile()
+    assert torch.equal(lowered.module(x, x), function(x, x))
