@@ -8,6 +8,7 @@
 - A slice that takes everything is what it was taken of.
 - A view becomes a reshape: a chunk of what could be viewed may lie in memory so that it cannot.
   So does taking apart a dim whose size is not fixed, which may be the sequence.
+- What holds nothing is no part of a ``cat`` (a cache before it is filled).
 - An op that has two names goes by the usual one; a single row that is repeated is expanded.
 """
 
@@ -114,6 +115,10 @@ def normalize(lowered: Lowered) -> None:
             _replace(node, node.args[0])
         elif node.target is aten.repeat.default and (sizes := _repeats_ones(node, lowered)):
             _replace(node, Writer(node)(aten.expand.default, node.args[0], sizes))
+        elif node.target is aten.cat.default and (full := _filled_parts(lowered, node)):
+            dim = arguments_of(node)["dim"]
+            new = full[0] if len(full) == 1 else Writer(node)(aten.cat.default, full, dim)
+            _replace(node, new)
         elif node.target in (aten.eye.default, aten.eye.m):
             _replace(node, _eye(node))
     lowered.graph.eliminate_dead_code(
@@ -173,6 +178,16 @@ def _takes_all(lowered: Lowered, node: fx.Node) -> bool:
         and (end is None or (isinstance(end, int) and end == 2**63 - 1))
         and arguments["step"] in (1, None)
     )
+
+
+def _filled_parts(lowered: Lowered, node: fx.Node) -> list[fx.Node]:
+    """The parts of a ``cat`` that hold something, where others do not."""
+    parts = arguments_of(node)["tensors"]
+    full = [part for part in parts if 0 not in lowered.shape(part)]
+    if len(full) == len(parts) or not node.meta["region"].grad:
+        return []
+    held = node.meta["val"]  # nothing may have had a say in its dtype
+    return full if all(part.meta["val"].dtype == held.dtype for part in full) else []
 
 
 def _repeats_ones(node: fx.Node, lowered: Lowered) -> list[Any]:
