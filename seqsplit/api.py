@@ -171,6 +171,7 @@ class Run:
         length: of the sequence.
         device: type of the device of its inputs.
         no_sequence: there was nothing like a sequence in it.
+        learns: whether anything in it needs a gradient, so that activations may be kept.
         broke: where and why the capture broke after this graph, if it did.
     """
 
@@ -178,6 +179,7 @@ class Run:
     length: int = 0
     device: str = "cpu"
     no_sequence: bool = False
+    learns: bool = True
     broke: GraphBreak | None = None
 
 
@@ -267,7 +269,8 @@ class Handle:
                         fix="do not loop over positions in Python, nor decide by the length",
                     )
                 ) from None
-            entry = Run(str(error), no_sequence=error.no_sequence, broke=broke)
+            learns = any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples)
+            entry = Run(str(error), no_sequence=error.no_sequence, learns=learns, broke=broke)
             return self._whole(captured, entry)
         except CaptureError as error:
             if self.options.strict:

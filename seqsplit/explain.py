@@ -145,9 +145,11 @@ def _report(handle: api.Handle) -> Report:
     numbers: dict[int, int] = {}
     seconds: dict[str, float] = {}
     length, fixed_length, validated = 0, False, True
+    split = any(not isinstance(run.plan, str) for run in handle.log)
     for run in handle.log:
         if isinstance(run.plan, str):
-            whole.append(("model", run.plan))
+            if run.learns or not split:  # numbers worked out beside what is split keep nothing
+                whole.append(("model", run.plan))
             continue
         length = max(length, run.length)
         whole += run.plan.whole

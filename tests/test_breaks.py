@@ -116,6 +116,41 @@ def test_the_pieces_are_exact(build):
     Pair(build, chunk_size=CHUNK, streamed=False).check(batches.tokens(2, LENGTH))
 
 
+class Counting(nn.Module):
+    """Works a number out, breaks, and goes on with it: one graph has no sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = probe.build(layers=2)
+        self.register_buffer("sizes", torch.arange(4.0))
+
+    def forward(self, ids):
+        size = self.sizes.max() / 3
+        torch._dynamo.graph_break()
+        return self.body(ids) * size
+
+
+def test_a_graph_without_gradients_and_sequence_is_nothing_left_whole():
+    report = explained(Counting())
+    assert report.num_graphs == 2
+    assert report.fully_streamed, report
+
+
+class Scaling(Counting):
+    """The same, and the number is learned."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = self._buffers.pop("sizes")
+        self.sizes = nn.Parameter(sizes)
+
+
+def test_a_graph_without_a_sequence_that_learns_is_named():
+    report = explained(Scaling())
+    assert report.num_graphs == 2
+    assert [reason for _, reason in report.whole] == ["no dim of the inputs is a sequence"]
+
+
 def test_strict_names_the_line_and_a_way_out():
     model = seqsplit.compile(Branching(), chunk_size=CHUNK, strict=True)
     with pytest.raises(errors.CaptureError, match="torch.where") as caught:
