@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import sympy
 import torch
+from sympy.core.function import Application
 from torch import fx
 
 from ..errors import InvalidOptionError, format_message
@@ -117,6 +118,15 @@ class Facts:
         if not isinstance(value, torch.Tensor):
             return []
         return [dim for dim, size in enumerate(self.shape(node)) if self.is_sequence(size)]
+
+    def is_in_blocks(self, node: fx.Node) -> bool:
+        """Whether a tensor has the sequence only as it is counted otherwise, in blocks, say: none
+        of its dims grows by one with each position, or by a fixed number."""
+        sizes = [self.shape(node)[dim] for dim in self.sequence_dims(node)]
+        return bool(sizes) and all(
+            any(self.sequence in part.free_symbols for part in size.atoms(Application))
+            for size in sizes
+        )
 
     @property
     def keeps_activations(self) -> bool:

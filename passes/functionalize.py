@@ -5,13 +5,15 @@ taken of, and so on up to the tensor that owns the memory. Whatever is used afte
 refers to the new values: other views of the same memory are taken again. A write into an input (a
 buffer that counts calls) becomes one more result of the graph, for the caller to copy back. Giving
 an input other memory (``weight.data = other``) writes nothing: from there on, and after the call,
-its name stands for the other tensor.
+its name stands for the other tensor. A write through a detached name (``weight.data.clamp_()``)
+gives a tensor other values, and leaves where its gradient goes.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import fx
 
 from ..errors import CaptureError
 from ..plan import Write
+from ..weights import with_values
 
 __all__ = ["functionalize"]
 
@@ -112,7 +115,10 @@ class _Rewriting:
                 raise self._refusal(f"it writes through {chain[-1].target}")
             chain.append(chain[-1].args[0])
         base = chain[-1]
-        if base.op == "placeholder" and base.meta.get("requires_grad"):
+        if any(alias.target is aten.detach.default for alias in chain):
+            if self._may_be_saved(base):
+                raise self._refusal("it is behind autograd's back, which may keep the old one")
+        elif base.op == "placeholder" and base.meta.get("requires_grad"):
             raise self._refusal("it writes into an input that needs a gradient")
         if base.op not in ("placeholder", "call_function"):
             raise self._refusal("it writes into a constant")
@@ -120,10 +126,32 @@ class _Rewriting:
             new = value = self._out_of_place(twin)
             for view in chain[:-1]:
                 value = self._put_back(view, value)
+            if chain[0] is not base and self._is_written_again(base):
+                new = self._again(chain[0], {base: value})  # a view still, of what changes again
             node.replace_all_uses_with(new)
             self._take_views_again(base, value, {chain[0]: new})
         self._graph.erase_node(node)
         return base, value
+
+    def _is_written_again(self, base: fx.Node) -> bool:
+        """Whether there is a later write into the same memory, through whatever name."""
+        names = [base, self._node]
+        for name in names:
+            users = [user for user in name.users if user.args and user.args[0] is name]
+            if any(self._node < user and _writes(user) for user in users):
+                return True
+            names += [user for user in users if _alias(user)]
+        return False
+
+    def _may_be_saved(self, base: fx.Node) -> bool:
+        """Whether the op that gave a tensor, or one before the write, may keep it."""
+        names = [base]
+        for name in names:
+            earlier = [user for user in name.users if user < self._node]
+            names += [user for user in earlier if _alias(user)]
+            if any(not _alias(user) for user in earlier):
+                return True
+        return base.op != "placeholder" and base.target is not with_values
 
     def _take_views_again(
         self, base: fx.Node, value: fx.Node, known: dict[fx.Node, fx.Node]
@@ -212,6 +240,12 @@ def _back_from_squeeze(call: Call, view: fx.Node, value: fx.Node) -> fx.Node:
     return call(aten.unsqueeze.default, value, dim) if one else value
 
 
+def _back_from_detach(call: Call, view: fx.Node, value: fx.Node) -> fx.Node:
+    new = call(with_values, view.args[0], value)
+    new.meta["region"] = replace(new.meta["region"], grad=True)
+    return new
+
+
 def _back_from_permute(call: Call, view: fx.Node, value: fx.Node) -> fx.Node:
     dims = [dim % len(view.args[1]) for dim in view.args[1]]
     return call(aten.permute.default, value, [dims.index(dim) for dim in range(len(dims))])
@@ -220,6 +254,8 @@ def _back_from_permute(call: Call, view: fx.Node, value: fx.Node) -> fx.Node:
 # How a changed view is put back into what it was taken of.
 _PUT_BACK: dict[Any, Callable[[Call, fx.Node, fx.Node], fx.Node]] = {
     aten.alias.default: lambda call, view, value: value,
+    aten.detach.default: _back_from_detach,
+    aten.dropout.default: lambda call, view, value: value,  # of nothing, else it is no view
     aten.permute.default: _back_from_permute,
     aten.select.int: _back_from_select,
     aten.slice.Tensor: _back_from_slice,
@@ -243,6 +279,9 @@ def _alias(node: fx.Node) -> str | None:
         return _alias(node.args[0])
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
+    if node.target is aten.dropout.default:
+        _, p, train = node.args
+        return None if train and p > 0 else "view"
     if node.target in _CASTS and node.args[0].meta["val"].dtype != node.meta["val"].dtype:
         return None
     if node.target in _COPIES_IF_NEEDED | _CASTS:
@@ -250,6 +289,10 @@ def _alias(node: fx.Node) -> str | None:
     if node.target.is_view:
         return "view"
     return "maybe" if torch.Tag.maybe_aliasing_or_mutating in node.target.tags else None
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:

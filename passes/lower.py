@@ -29,6 +29,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._sympy.functions import FloorDiv
 
 from ..assumptions import Assumption, SameSize
 from ..errors import CaptureError
@@ -129,7 +130,7 @@ class Lowered:
 
     def simplified(self, expr: sympy.Expr) -> sympy.Expr:
         """An expression in as few symbols as are known to suffice."""
-        return sympy.sympify(self.shape_env.simplify(expr)).xreplace(self.assumed)
+        return divided(sympy.sympify(self.shape_env.simplify(expr)).xreplace(self.assumed))
 
     def numel(self, node: fx.Node) -> float:
         """The number of elements in the captured call."""
@@ -151,6 +152,20 @@ class Lowered:
             cached = tuple(self.expr(size) for size in value.shape)
             node.meta["shape_exprs"] = cached
         return cached
+
+
+def divided(expr: sympy.Expr) -> sympy.Expr:
+    """An expression in which divisions without a remainder are made: ``T**2 // T`` is ``T``."""
+    if not expr.has(FloorDiv):
+        return expr
+    return expr.replace(FloorDiv, _quotient)
+
+
+def _quotient(whole: sympy.Expr, part: sympy.Expr) -> sympy.Expr:
+    ratio = sympy.expand(sympy.cancel(whole / part))
+    terms = ratio.as_coefficients_dict()
+    exact = all(count.is_Integer and term.is_integer for term, count in terms.items())
+    return ratio if exact and sympy.fraction(ratio)[1] == 1 else FloorDiv(whole, part)
 
 
 def lower(captured: fx.GraphModule, example_inputs: Sequence[Any]) -> Lowered:

@@ -8,6 +8,7 @@
 - A slice that takes everything is what it was taken of.
 - A view becomes a reshape: a chunk of what could be viewed may lie in memory so that it cannot.
   So does taking apart a dim whose size is not fixed, which may be the sequence.
+- What holds nothing is no part of a ``cat`` (a cache before it is filled).
 - An op that has two names goes by the usual one; a single row that is repeated is expanded.
 """
 
@@ -25,7 +26,7 @@ from .lower import Lowered, fake_mode_of
 from .rules.loss import ELEMENTWISE_LOSSES, MEAN, SUM
 from .rules.registry import arguments_of
 
-__all__ = ["Writer", "drop_whole_slices", "normalize", "normalize_means"]
+__all__ = ["Writer", "drop_whole_slices", "normalize", "normalize_means", "size_of"]
 
 aten = torch.ops.aten
 
@@ -97,7 +98,7 @@ def normalize(lowered: Lowered) -> None:
             _replace(node, _filled(node))
         elif node.target in (aten.expand_as.default, aten.view_as.default, aten.reshape_as.default):
             write = Writer(node)
-            sizes = [_size(write, node.args[1], dim) for dim in range(node.meta["val"].ndim)]
+            sizes = [size_of(write, node.args[1], dim) for dim in range(node.meta["val"].ndim)]
             op = aten.expand if node.target is aten.expand_as.default else aten.reshape
             _replace(node, write(op.default, node.args[0], sizes))
         elif node.target in (aten.view.default, aten._unsafe_view.default):
@@ -105,7 +106,7 @@ def normalize(lowered: Lowered) -> None:
         elif node.target is aten.unflatten.int and _grows(lowered, node):
             write, (source, dim, sizes) = Writer(node), node.args
             dim %= source.meta["val"].ndim
-            shape = [_size(write, source, d) for d in range(source.meta["val"].ndim)]
+            shape = [size_of(write, source, d) for d in range(source.meta["val"].ndim)]
             shape[dim : dim + 1] = sizes
             _replace(node, write(aten.reshape.default, source, shape))
         elif node.target in (aten.type_as.default, aten.to.other):
@@ -113,6 +114,10 @@ def normalize(lowered: Lowered) -> None:
             _replace(node, Writer(node)(aten.to.device, node.args[0], other.device, other.dtype))
         elif node.target is aten.repeat.default and (sizes := _repeats_ones(node, lowered)):
             _replace(node, Writer(node)(aten.expand.default, node.args[0], sizes))
+        elif node.target is aten.cat.default and (full := _filled_parts(lowered, node)):
+            dim = arguments_of(node)["dim"]
+            new = full[0] if len(full) == 1 else Writer(node)(aten.cat.default, full, dim)
+            _replace(node, new)
         elif node.target in (aten.eye.default, aten.eye.m):
             _replace(node, _eye(node))
     lowered.graph.eliminate_dead_code(
@@ -124,7 +129,7 @@ def normalize(lowered: Lowered) -> None:
 def drop_whole_slices(lowered: Lowered) -> None:
     """Users of a slice that takes everything get what it was taken of (in place)."""
     for node in list(lowered.graph.nodes):
-        if _takes_all(node, lowered) and node.meta["region"].grad:
+        if _takes_all(lowered, node) and node.meta["region"].grad:
             _replace(node, node.args[0])
 
 
@@ -165,21 +170,30 @@ def _draws_nothing(node: fx.Node) -> bool:
     return arguments.get("train") is False or arguments.get("p") == 0
 
 
-def _takes_all(node: fx.Node, lowered: Lowered) -> bool:
-    """Whether a node is a slice from the first to the last entry, or of as many of the last ones
-    as there are (``x[-T:]``)."""
+def _takes_all(lowered: Lowered, node: fx.Node) -> bool:
+    """Whether a node is a slice from the first to the last entry, or of as many last ones."""
     if node.target is not aten.slice.Tensor:
         return False
     arguments = arguments_of(node)
     start, end = arguments["start"], arguments["end"]
     if isinstance(start, fx.Node):
-        size = lowered.shape(node.args[0])[arguments["dim"]]
-        start = 0 if lowered.expr(start.meta["val"]) == -size else start
+        size = lowered.shape(arguments["self"])[arguments["dim"]]
+        start = 0 if lowered.expr(start.meta["val"]) + size == 0 else start
     return (
         start in (0, None)
         and (end is None or (isinstance(end, int) and end == 2**63 - 1))
         and arguments["step"] in (1, None)
     )
+
+
+def _filled_parts(lowered: Lowered, node: fx.Node) -> list[fx.Node]:
+    """The parts of a ``cat`` that hold something, where others do not."""
+    parts = arguments_of(node)["tensors"]
+    full = [part for part in parts if 0 not in lowered.shape(part)]
+    if len(full) == len(parts) or not node.meta["region"].grad:
+        return []
+    held = node.meta["val"]  # nothing may have had a say in its dtype
+    return full if all(part.meta["val"].dtype == held.dtype for part in full) else []
 
 
 def _repeats_ones(node: fx.Node, lowered: Lowered) -> list[Any]:
@@ -204,7 +218,8 @@ def _eye(node: fx.Node) -> fx.Node:
     return write(aten.to.dtype, same, held.dtype)
 
 
-def _size(write: Writer, source: fx.Node, dim: int) -> int | fx.Node:
+def size_of(write: Writer, source: fx.Node, dim: int) -> int | fx.Node:
+    """A size as a number or a node."""
     size = source.meta["val"].shape[dim]
     return size if isinstance(size, int) else write(aten.sym_size.int, source, dim)
 
@@ -219,7 +234,7 @@ def _filled(node: fx.Node) -> fx.Node:
     if "size" in arguments:
         sizes = list(arguments["size"])
     else:
-        sizes = [_size(write, node.args[0], dim) for dim in range(like.ndim)]
+        sizes = [size_of(write, node.args[0], dim) for dim in range(like.ndim)]
     return write(aten.full.default, sizes, value, dtype=like.dtype, device=like.device)
 
 
@@ -274,7 +289,7 @@ def _count(write: Writer, source: fx.Node, dims: list[int], dtype: torch.dtype) 
     """The number of elements along some dims, as a tensor (its size is only known at run time)."""
     number: int | fx.Node = 1
     for dim in dims:
-        size = _size(write, source, dim)
+        size = size_of(write, source, dim)
         if isinstance(number, int) and isinstance(size, int):
             number *= size
         else:

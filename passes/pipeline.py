@@ -46,6 +46,7 @@ from .regions import Regions
 from .rules.registry import Unsplittable, operands_of
 from .scope import describe, scope_of
 from .sizes import express_sizes
+from .skews import gather_skews
 from .slices import take_off
 from .split import draws_random, split
 from .stencils import normalize_stencils
@@ -120,6 +121,7 @@ def build_plan(
     with clock("normalize"):
         normalize(lowered)
         take_off(lowered)
+        gather_skews(lowered)
         express_sizes(lowered)
     with clock("kernels"):
         find_kernels(lowered, examples)
@@ -130,7 +132,8 @@ def build_plan(
         if normalize_means(facts):
             express_sizes(lowered)
             facts = propagate(lowered, sequence)
-        if normalize_stencils(facts):
+        while normalize_stencils(facts):
+            express_sizes(lowered)
             facts = propagate(lowered, sequence)
     regions, windows = Regions(lowered), Windows(lowered)
     while True:
@@ -266,6 +269,15 @@ class _Planner:
                 or self._windows.gather_around(facts, node, token_wise=True)
             ):
                 raise Regrouped
+        self._leave(node, reason)
+        # One that counts in blocks fails, and so will all that do, of whatever layer.
+        if any(map(self._facts.is_in_blocks, [node, *operands_of(node)])):
+            for other in self._facts.lowered.graph.nodes:
+                inside = other in self._facts.stream and self._facts.is_tensor(other)
+                if inside and other not in self.reasons and self._facts.is_in_blocks(other):
+                    self._leave(other, "it counts the sequence in blocks")
+
+    def _leave(self, node: fx.Node, reason: str) -> None:
         self.reasons.update(dict.fromkeys(_with_items([node]), reason))
         self.entries.append((f"{scope_of([node])}  {describe(node)}", reason))
 

@@ -348,16 +348,14 @@ class _Writer:
     def _stencil(self, node: fx.Node, recipe: Stencil) -> fx.Node:
         if (piece := windowed_of(node.target)) is not None:
             return self._windowed(node, recipe, piece.window)
-        window, *others = (self._values[item] for item in recipe.operands)
+        given = iter([self._values[item] for item in recipe.operands])
+        args = [self._own(value, given) for value in node.args]
         (_, span), *_ = recipe.operands[0][1].spans
         if node.target is stencil.shift:
-            _, dim, by, value = node.args
-            args = (window, dim, by, value, self._start, self.first(span), self._end)
-            return self._op(node, stencil.shift_rows, args, {})
-        dilation, groups = node.args[3:]
-        weight, bias = (*others, None)[:2]
-        args = (window, weight, bias, dilation, groups, self._start, self.first(span))
-        return self._op(node, stencil.causal_conv1d_rows, args, {})
+            args += [self._start, self.first(span), self._end]
+            return self._op(node, stencil.shift_rows, tuple(args), {})
+        args += [self._start, self.first(span)]
+        return self._op(node, stencil.causal_conv1d_rows, tuple(args), {})
 
     def _windowed(self, node: fx.Node, recipe: Stencil, window: int) -> fx.Node:
         given = iter([self._values[item] for item in recipe.operands])

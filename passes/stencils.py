@@ -1,7 +1,10 @@
 """Stencils: the many ways to say "the rows before this one", brought to two functions.
 
-- ``pad`` and slice, ``pad`` by (k, -k), zeros put before all but the last rows: a shift
-- a convolution that is padded on the left only, or on both sides and cut off: a causal one
+- ``pad`` and slice, ``pad`` by (k, -k), a constant or a state put before all but the last rows: a
+  shift
+- a convolution of what is padded on the left only, or on both sides and cut off, or has a state put
+  before it: a causal one. Where more stands before than it sees, it gives rows of its own for that,
+  which the next convolution finds before its input.
 
 Both are in :mod:`seqsplit.stencil`; their rows read a window of the sequence. So do those of a
 piece of the model that works in blocks of positions (:mod:`.windows`).
@@ -19,6 +22,7 @@ from torch import Tensor, fx
 
 from .. import stencil
 from .facts import Facts
+from .normalize import Writer, size_of
 from .rules.registry import arguments_of
 
 __all__ = [
@@ -135,24 +139,84 @@ def reach_of(node: fx.Node) -> int:
     return (weight.shape[-1] - 1) * dilation
 
 
+@dataclass(frozen=True)
+class _Before:
+    """What stands before a value of the stream.
+
+    Attributes:
+        source: the value.
+        rows: how many rows stand before it, and how many zeros after.
+        what: a number, or a tensor of these rows.
+    """
+
+    source: fx.Node
+    rows: int
+    after: int
+    what: fx.Node | float
+
+
 def _convolution(facts: Facts, node: fx.Node) -> bool:
     arguments = arguments_of(node)
     stride, padding, dilation = (_one(arguments[n]) for n in ("stride", "padding", "dilation"))
-    weight, source = arguments["weight"], arguments["input"]
-    kernel = weight.meta["val"].shape[-1]
+    weight, kernel = arguments["weight"], arguments["weight"].meta["val"].shape[-1]
     if stride != 1 or None in (padding, dilation) or not isinstance(kernel, int):
         return False
-    left = right = padding
-    padded = _padding(source)
-    if padded is not None and padded[1] == source.meta["val"].ndim - 1 and padded[4] == 0.0:
-        source, _, more_left, more_right, _ = padded
-        left, right = left + more_left, right + more_right
-    if left != (kernel - 1) * dilation or left == 0 or right < 0 or source.meta["val"].ndim != 3:
+    found = _before(facts, arguments["input"], padding)
+    reach = (kernel - 1) * dilation
+    if found is None or not 0 < reach <= found.rows or not _is_sequence(facts, found.source, 2):
         return False
-    if not _is_sequence(facts, source, 2):
+    new = [found.source, weight, arguments["bias"], dilation, arguments["groups"], found.what]
+    if found.rows == reach:
+        return _replace(facts, node, stencil.causal_conv1d, tuple(new), found.source, 2)
+    if found.after or padding:
         return False
-    new = (source, weight, arguments["bias"], dilation, arguments["groups"])
-    return _replace(facts, node, stencil.causal_conv1d, new, source, 2)
+    write = Writer(node)
+    head = _tensor_of(write, found)
+    new[-1] = write(aten.slice.Tensor, head, 2, found.rows - reach, found.rows)
+    parts = [
+        write(aten.conv1d.default, head, *list(arguments.values())[1:]),
+        write(stencil.causal_conv1d, *new),
+    ]
+    for part in parts:  # under autocast its dtype is another one
+        part.meta["val"] = part.meta["val"].to(node.meta["val"].dtype)
+    node.replace_all_uses_with(write(aten.cat.default, parts, 2))
+    return True
+
+
+def _before(facts: Facts, node: fx.Node, padding: int) -> _Before | None:
+    """What a convolution finds before and after the rows of ``[B, C, T]``."""
+    if node.meta["val"].ndim != 3:
+        return None
+    padded = _padding(node)
+    if padded is not None and padded[1] == 2 and padded[4] == 0.0:
+        source, _, left, right, _ = padded
+        after = padding + right
+        return _Before(source, padding + left, after, 0.0) if after >= 0 else None
+    if node.target is aten.cat.default and padding == 0:
+        parts, dim = arguments_of(node)["tensors"], arguments_of(node)["dim"] % 3
+        rows = parts[0].meta["val"].shape[2]
+        if dim == 2 and len(parts) == 2 and isinstance(rows, int) and _stands(facts, *parts):
+            return _Before(parts[1], rows, 0, parts[0])
+        return None
+    return _Before(node, padding, padding, 0.0) if padding else None
+
+
+def _stands(facts: Facts, head: fx.Node, source: fx.Node) -> bool:
+    """Whether a value is the same for all of the sequence, so that it may stand before it."""
+    return (
+        head not in facts.stream
+        and not facts.sequence_dims(head)
+        and head.meta["val"].dtype == source.meta["val"].dtype
+    )
+
+
+def _tensor_of(write: Writer, found: _Before) -> fx.Node:
+    """The rows before a value of the stream."""
+    if isinstance(found.what, fx.Node):
+        return found.what
+    held = found.source.meta["val"]
+    sizes = [size_of(write, found.source, 0), size_of(write, found.source, 1), found.rows]
+    return write(aten.full.default, sizes, found.what, dtype=held.dtype, device=held.device)
 
 
 def _pad(facts: Facts, node: fx.Node) -> bool:
@@ -166,25 +230,23 @@ def _pad(facts: Facts, node: fx.Node) -> bool:
 
 
 def _cat(facts: Facts, node: fx.Node) -> bool:
-    """A constant put before all but the last rows."""
+    """Something put before all but the last rows."""
     arguments = arguments_of(node)
     parts, dim = arguments["tensors"], arguments["dim"] % node.meta["val"].ndim
-    if len(parts) != 2 or parts[0].target is not aten.full.default:
+    if len(parts) != 2 or parts[1].target is not aten.slice.Tensor:
         return False
     head, rest = parts
-    by, value = head.meta["val"].shape[dim], head.args[1]
-    if rest.target is not aten.slice.Tensor or not isinstance(by, int) or by == 0:
+    source, by, cut = rest.args[0], head.meta["val"].shape[dim], arguments_of(rest)
+    if not isinstance(by, int) or by == 0 or not _stands(facts, head, source):
         return False
-    source = rest.args[0]
-    cut = arguments_of(rest)
     same = facts.shape(source)[dim] - facts.shape(rest)[dim] == by
     if cut["dim"] % node.meta["val"].ndim != dim or cut["start"] not in (0, None) or not same:
         return False
-    if not isinstance(value, (int, float)) or not _is_sequence(facts, source, dim):
+    if not _is_sequence(facts, source, dim):
         return False
-    if node.meta["val"].dtype != source.meta["val"].dtype:
-        return False
-    return _replace(facts, node, stencil.shift, (source, dim, by, value), source, dim)
+    filled = head.target is aten.full.default and isinstance(head.args[1], (int, float))
+    before = head.args[1] if filled else head
+    return _replace(facts, node, stencil.shift, (source, dim, by, before), source, dim)
 
 
 def _replace(

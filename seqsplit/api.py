@@ -18,6 +18,7 @@ import torch.fx.experimental._config as symbolic_shapes_config
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 
+from .breaks import GraphBreak, break_after, break_at
 from .chain import Chain, Link
 from .deferred import DeferredTensor, defer, defer_logits
 from .errors import (
@@ -188,12 +189,16 @@ class Run:
         length: of the sequence.
         device: type of the device of its inputs.
         no_sequence: there was nothing like a sequence in it.
+        learns: whether anything in it needs a gradient, so that activations may be kept.
+        broke: where and why the capture broke after this graph, if it did.
     """
 
     plan: Plan | str
     length: int = 0
     device: str = "cpu"
     no_sequence: bool = False
+    learns: bool = True
+    broke: GraphBreak | None = None
 
 
 class Handle:
@@ -236,21 +241,24 @@ class Handle:
             inner = error.inner_exception
             raise inner if isinstance(inner, SeqsplitError) else error from None
         except (Unsupported, UserError) as error:  # only where strict=True asks for a single graph
+            found = break_at(error)
             raise CaptureError(
                 format_message(
                     "strict=True, and the target is not one graph",
-                    at=_user_line(error),
-                    why=str(error).splitlines()[0],
-                    fix="change that line, or compile with strict=False",
+                    at=found.line,
+                    why=found.why,
+                    fix=f"{found.fix}; or compile with strict=False",
                 )
             ) from None
         if not self.log:
             warnings.warn(
                 format_message(
                     "this call ran in eager: no memory was saved",
-                    why=f"the target was captured {MAX_CAPTURES} times, or holds no tensor code",
+                    why=f"the target was captured {MAX_CAPTURES} times, breaks the capture inside "
+                    "of a loop, or holds no tensor code",
                     fix="pass numbers that change from call to call as tensors; pad to few lengths "
-                    "where explain() says that the model's code fixes the length",
+                    "where explain() says that the model's code fixes the length; strict=True "
+                    "names a line that breaks the capture",
                 ),
                 UnfinishedPlanWarning,
                 stacklevel=3,
@@ -271,6 +279,7 @@ class Handle:
         return recurrent_functions(self.modules, self.original)
 
     def _backend(self, captured: torch.fx.GraphModule, examples: list[Any]) -> Callable:
+        broke = break_after(captured)
         try:
             with own_saved_tensors():
                 plan = build_plan(captured, examples, self.options, self.executor)
@@ -283,11 +292,13 @@ class Handle:
                         fix="do not loop over positions in Python, nor decide by the length",
                     )
                 ) from None
-            return self._whole(captured, Run(str(error), no_sequence=error.no_sequence))
+            learns = any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples)
+            entry = Run(str(error), no_sequence=error.no_sequence, learns=learns, broke=broke)
+            return self._whole(captured, entry)
         except CaptureError as error:
             if self.options.strict:
                 raise
-            return self._whole(captured, Run(str(error)))
+            return self._whole(captured, Run(str(error), broke=broke))
         except SeqsplitError:
             raise
         except Exception as error:  # a fault of ours: the user's step still has to be right
@@ -303,15 +314,17 @@ class Handle:
                 UnfinishedPlanWarning,
                 stacklevel=2,
             )
-            return self._whole(captured, Run(reason))
+            return self._whole(captured, Run(reason, broke=broke))
 
         def run(*inputs: Any) -> Any:
             inputs = _computed(inputs)
             if not plan.holds_for(inputs):
-                self.log.append(Run("inputs of other relative sizes than the captured ones"))
+                other = "inputs of other relative sizes than the captured ones"
+                self.log.append(Run(other, broke=broke))
                 return captured(*inputs)
             used = self.choose(plan)
-            self.log.append(Run(used, used.length_of(inputs), used.device_of(inputs)))
+            length, device = used.length_of(inputs), used.device_of(inputs)
+            self.log.append(Run(used, length, device, broke=broke))
             return used.run(inputs)
 
         return run
@@ -331,14 +344,6 @@ class Handle:
 def _computed(inputs: Sequence[Any]) -> list[Any]:
     """Inputs as ordinary tensors: an earlier graph of the same call may have deferred some."""
     return [i.materialize() if isinstance(i, DeferredTensor) else i for i in inputs]
-
-
-def _user_line(error: Unsupported | UserError) -> str | None:
-    """The line of the user's code at which Dynamo gave up."""
-    stack = getattr(error, "real_stack", None)
-    if not stack:
-        return None
-    return f"{stack[-1].filename}:{stack[-1].lineno}  {stack[-1].line}"
 
 
 def _own_code(original: Callable) -> Callable:

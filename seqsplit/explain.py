@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,11 +10,15 @@ from typing import Any
 import torch
 
 from . import api
+from .breaks import GraphBreak
 from .run import chunk_bounds
 
 __all__ = ["Report", "SegmentReport", "explain"]
 
 
+_SOMEWHERE = (
+    "the place is not known (a break inside of a loop leaves all of it); strict=True names it"
+)
 _FIXED = (
     "the model's code looks at it in Python: every other length is captured anew "
     f"(at most {api.MAX_CAPTURES}; pad to few lengths)"
@@ -52,6 +57,7 @@ class Report:
         distinct_bodies: how many different chunk bodies the segments share.
         num_chunks: chunks per layer segment.
         num_graphs: graphs that the call was captured in; more than one means graph breaks.
+        breaks: where the capture broke, why, and how to remove the break.
         pass_seconds: time spent in each pass of the compiler.
         fixed_length: whether the model's own code fixes the length, so that every other length is
             captured anew.
@@ -64,6 +70,7 @@ class Report:
     distinct_bodies: int = 0
     num_chunks: int = 0
     num_graphs: int = 1
+    breaks: tuple[GraphBreak, ...] = ()
     pass_seconds: dict[str, float] = field(default_factory=dict)
     fixed_length: bool = False
     validated: bool = True
@@ -84,17 +91,25 @@ class Report:
             f" · {reads} cached reads"
         ]
         lines += [f"  {line}" for line in self._segment_lines()]
-        if self.num_graphs > 1:
-            lines.append(f"graphs  {self.num_graphs}: the capture broke; each was treated alone")
+        if self.num_graphs > 1 or self.breaks:
+            lines += self._break_lines()
         if self.fixed_length:
             lines.append(f"length  {_FIXED}")
         if not self.validated:
             lines.append("checks  not done: no length short enough takes the model's branches here")
         if not self.whole:
             lines.append("whole   none")
-        for scope, reason in self.whole:
-            lines += [f"whole   {scope}", f"        why: {reason}"]
+        for (scope, reason), count in Counter(self.whole).items():
+            times = f"  ({count} times)" if count > 1 else ""
+            lines += [f"whole   {scope}{times}", f"        why: {reason}"]
         return "\n".join(lines)
+
+    def _break_lines(self) -> list[str]:
+        lines = [f"graphs  {self.num_graphs}: the capture broke; each was treated alone"]
+        for found in self.breaks:
+            lines += [f"break   {found.line}", f"        why: {found.why}"]
+            lines += [f"        fix: {found.fix}"]
+        return lines if self.breaks else [*lines, f"break   {_SOMEWHERE}"]
 
     def _segment_lines(self) -> list[str]:
         lines = []
@@ -130,9 +145,11 @@ def _report(handle: api.Handle) -> Report:
     numbers: dict[int, int] = {}
     seconds: dict[str, float] = {}
     length, fixed_length, validated = 0, False, True
+    split = any(not isinstance(run.plan, str) for run in handle.log)
     for run in handle.log:
         if isinstance(run.plan, str):
-            whole.append(("model", run.plan))
+            if run.learns or not split:  # numbers worked out beside what is split keep nothing
+                whole.append(("model", run.plan))
             continue
         length = max(length, run.length)
         whole += run.plan.whole
@@ -160,6 +177,7 @@ def _report(handle: api.Handle) -> Report:
         distinct_bodies=len(numbers),
         num_chunks=max((segment.num_chunks for segment in layers), default=0),
         num_graphs=len(handle.log),
+        breaks=tuple(dict.fromkeys(run.broke for run in handle.log if run.broke is not None)),
         pass_seconds=seconds,
         fixed_length=fixed_length,
         validated=validated,

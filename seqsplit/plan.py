@@ -262,6 +262,8 @@ class Plan:
             for write, value in zip(self.writes, results[kept:]):
                 if write.rebinds:
                     inputs[write.index].data = value
+                elif inputs[write.index].requires_grad:  # written to as .data: no version counts it
+                    inputs[write.index].data.copy_(value)
                 else:
                     inputs[write.index].copy_(value)
         return results[:kept]

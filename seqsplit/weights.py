@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .autocast import is_autocast_on
 
-__all__ = ["WeightGradient", "linear", "unread_linear"]
+__all__ = ["WeightGradient", "linear", "unread_linear", "with_values"]
 
 _BLOCK_ELEMENTS = 2**22
 
@@ -123,3 +123,18 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, unread: bool) -> 
     elif x.dtype != weight.dtype:
         return F.linear(x, weight, bias)  # says what is wrong with it
     return _Linear.apply(x, weight, bias, gradient, unread)
+
+
+class _WithValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, None
+
+
+def with_values(x: Tensor, values: Tensor) -> Tensor:
+    """``x`` after ``x.data.copy_(values)``: other values, and the gradient goes where it went."""
+    return _WithValues.apply(x, values)

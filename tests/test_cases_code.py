@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import seqsplit
-from compare import Pair, compare, gradient_differences, relative_error
+from compare import Pair, assert_streamed, compare, gradient_differences, relative_error
 from zoo import batches, hf, probe, rope
 
 CHUNK = 4
@@ -212,6 +212,25 @@ def writes_through_a_view(x, weight):
     return y + left.repeat(1, 1, 2)
 
 
+def writes_twice_through_a_view(x, weight):
+    y = x @ weight
+    left = y[..., :10]
+    left.mul_(2).add_(1)
+    left.sub_(0.25)
+    part = left[..., 2:5]
+    part.mul_(3)
+    part.neg_()
+    return y * y + left.repeat(1, 1, 2)
+
+
+def writes_after_a_dropout_of_nothing(x, weight):
+    """It gives back what it was given, which is then scaled."""
+    y = x @ weight
+    z = F.dropout(y, 0.0, True)
+    z *= 0.5
+    return y + z.sin()
+
+
 def writes_into_a_fresh_buffer(x, weight):
     y = torch.empty_like(x)
     y.copy_(x @ weight)
@@ -236,6 +255,8 @@ def relu_in_place(x, weight):
         writes_features,
         fills_masked,
         writes_through_a_view,
+        writes_twice_through_a_view,
+        writes_after_a_dropout_of_nothing,
         writes_into_a_fresh_buffer,
         keeps_the_dtype_of_its_place,
         relu_in_place,
@@ -283,6 +304,54 @@ def test_buffers_are_updated_once_per_call(per_token):
         pair.check(batches.tokens(3, 13))
         assert pair.mine.steps == calls
         assert relative_error(pair.eager.average, pair.mine.average) <= 1e-12
+
+
+class Clipped(nn.Module):
+    """Keeps a weight within bounds, behind autograd's back, each time before it is used."""
+
+    def __init__(self, used_before=False):
+        super().__init__()
+        self.inner, self.used_before = probe.build(), used_before
+        self.mix = nn.Linear(20, 20)
+
+    def forward(self, ids):
+        hidden = self.inner.hidden(ids)
+        if self.used_before:
+            hidden = hidden + self.mix(hidden)
+        for limit in (0.15, 0.1):
+            self.mix.weight.data.clamp_(-limit, limit)
+            hidden = hidden + self.mix(hidden).tanh()
+            if not self.used_before:
+                self.mix.bias.data[3:5].mul_(0.5)
+        return self.inner.head(hidden)
+
+
+def test_a_weight_that_is_clipped_before_it_is_used():
+    """Its gradient is not cut where it was clipped; the parameter itself is changed."""
+
+    class Once(Clipped):
+        def forward(self, ids):
+            hidden = self.inner.hidden(ids)
+            self.mix.weight.data.clamp_(-0.15, 0.15).clamp_(-0.1, 0.1)
+            self.mix.bias.data[3:5].mul_(0.5)
+            return self.inner.head(hidden + self.mix(hidden).tanh())
+
+    pair = Pair(Once, step=probe.step, chunk_size=CHUNK)
+    version = pair.mine.mix.weight._version
+    for _ in range(2):
+        pair.check(*batches.with_labels(3, 13))
+        for name in ("weight", "bias"):
+            ours, theirs = (getattr(m.mix, name) for m in (pair.mine, pair.eager))
+            assert torch.equal(ours, theirs)
+    assert pair.mine.mix.weight.abs().max() == 0.1
+    assert pair.mine.mix.weight._version == version
+    assert_streamed(seqsplit.explain(pair.run_mine, *batches.with_labels(3, 13)))
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_weight_that_autograd_has_kept_is_not_clipped_behind_its_back(used_before):
+    """A product before the write keeps the weight: its backward sees the clipped one."""
+    check(lambda: Clipped(used_before), streamed=False)
 
 
 def test_attributes_and_lists_are_written_once_per_call():

@@ -29,33 +29,52 @@ def random(*shape):
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-@given(bounds=bounds(), dim=st.integers(0, 2), by=st.integers(1, 20), value=st.sampled_from([0, 2]))
-def test_rows_of_a_shift(bounds, dim, by, value):
+def before(kind, shape, dim, rows):
+    """What stands before the beginning: a number, or as many rows as are seen."""
+    shape = [rows if own == dim else size for own, size in enumerate(shape)]
+    return random(*shape) + 3 if kind == "rows" else kind
+
+
+@given(
+    bounds=bounds(),
+    dim=st.integers(0, 2),
+    by=st.integers(1, 20),
+    kind=st.sampled_from([0.0, 2.0, "rows"]),
+)
+def test_rows_of_a_shift(bounds, dim, by, kind):
     shape = [3, 4, 5]
     shape[dim] = bounds[-1]
-    x = random(*shape)
+    x, head = random(*shape), before(kind, shape, dim, by)
     rows = []
     for start, end in zip(bounds, bounds[1:], strict=False):
         first = keys_start(start, by + 1)
         window = x.narrow(dim, first, end - first)
-        rows.append(stencil.shift_rows(window, dim, by, float(value), start, first, end))
-    assert torch.equal(torch.cat(rows, dim), stencil.shift(x, dim, by, float(value)))
+        rows.append(stencil.shift_rows(window, dim, by, head, start, first, end))
+    whole = stencil.shift(x, dim, by, head)
+    assert torch.equal(torch.cat(rows, dim), whole)
+    if kind == "rows":
+        assert torch.equal(whole, torch.cat([head, x], dim).narrow(dim, 0, bounds[-1]))
 
 
 @given(
-    bounds=bounds(), kernel=st.integers(1, 6), dilation=st.integers(1, 3), depthwise=st.booleans()
+    bounds=bounds(),
+    kernel=st.integers(1, 6),
+    dilation=st.integers(1, 3),
+    depthwise=st.booleans(),
+    kind=st.sampled_from([0.0, "rows"]),
 )
-def test_rows_of_a_causal_convolution(bounds, kernel, dilation, depthwise):
-    groups = 6 if depthwise else 2
+def test_rows_of_a_causal_convolution(bounds, kernel, dilation, depthwise, kind):
+    groups, reach = 6 if depthwise else 2, (kernel - 1) * dilation
     x, weight, bias = random(2, 6, bounds[-1]), random(6, 6 // groups, kernel), random(6)
+    head = before(kind, x.shape, 2, reach)
     rows = []
     for start, end in zip(bounds, bounds[1:], strict=False):
-        first = keys_start(start, (kernel - 1) * dilation + 1)
+        first = keys_start(start, reach + 1)
         window = x[..., first:end]
         rows.append(
-            stencil.causal_conv1d_rows(window, weight, bias, dilation, groups, start, first)
+            stencil.causal_conv1d_rows(window, weight, bias, dilation, groups, head, start, first)
         )
-    whole = stencil.causal_conv1d(x, weight, bias, dilation, groups)
+    whole = stencil.causal_conv1d(x, weight, bias, dilation, groups, head)
     torch.testing.assert_close(torch.cat(rows, 2), whole, rtol=1e-12, atol=1e-12)
 
 
@@ -172,3 +191,42 @@ def test_bfloat16_scans_are_added_up_wide():
     model = seqsplit.compile(Ones().to(torch.bfloat16), chunk_size=16)
     value = model(batches.tokens(1, 200))
     assert value.item() == pytest.approx(100.5, rel=2e-2)
+
+
+class Preceded(nn.Module):
+    """A projection of zeros stands before its input; two convolutions see what was padded for both,
+    so that the second one finds the first one's bias there."""
+
+    def __init__(self, dilation):
+        super().__init__()
+        self.inner = probe.build(layers=1)
+        self.delayed = nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH)
+        self.second = nn.Conv1d(WIDTH, WIDTH, 4, groups=4, dilation=dilation)
+        self.rows = 2 + 3 * dilation
+
+    def mix(self, x):
+        head = self.delayed(x.new_zeros(x.shape[0], 1, WIDTH))
+        x = x + torch.cat([head, self.delayed(x)[:, :-1]], 1)
+        return x + self.second(self.first(F.pad(x.mT, (self.rows, 0)))).mT
+
+    def forward(self, ids):
+        return self.inner.head(self.mix(self.inner.hidden(ids)))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 5, 20])
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_a_state_before_the_sequence(chunk_size, dilation):
+    """Its gradient is the first chunk's alone; chunks are shorter and longer than what is seen."""
+    pair = Pair(lambda: Preceded(dilation), step=probe.step, chunk_size=chunk_size)
+    for length in (13, 3, 2):
+        pair.check(*batches.with_labels(3, length), explain=length == 13)
+
+
+def test_what_stands_before_may_not_come_from_the_sequence():
+    class OwnFirst(Preceded):
+        def mix(self, x):
+            return x + torch.cat([x[:, :1] * 2, self.delayed(x)[:, :-1]], 1)
+
+    pair = Pair(lambda: OwnFirst(1), step=probe.step, chunk_size=4, streamed=False)
+    pair.check(*batches.with_labels(3, 13))
