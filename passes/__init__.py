@@ -4,12 +4,13 @@ from .facts import NothingToSplit
 from .pipeline import Executor, build_plan
 from .recurrent import recurrent
 from .rules import rule
-from .stand_in import recurrent_functions, standing_in
+from .stand_in import keeps_recurrent, recurrent_functions, standing_in
 
 __all__ = [
     "Executor",
     "NothingToSplit",
     "build_plan",
+    "keeps_recurrent",
     "recurrent",
     "recurrent_functions",
     "rule",

@@ -182,6 +182,7 @@ def lower(captured: fx.GraphModule, example_inputs: Sequence[Any]) -> Lowered:
     if context is None or context.fake_mode is None:
         raise CaptureError("seqsplit has to be called by torch.compile as its backend")
     fake_mode = context.fake_mode
+    _blame_callers(captured.graph)
     fakes = [_as_fake(value, fake_mode, context) for value in example_inputs]
     try:
         with fake_mode, enable_python_dispatcher(), fx.traceback.preserve_node_meta():
@@ -208,6 +209,13 @@ def lower(captured: fx.GraphModule, example_inputs: Sequence[Any]) -> Lowered:
     lowered = Lowered(module, fake_mode.shape_env, writes)
     _align_inputs(lowered)
     return lowered
+
+
+def _blame_callers(graph: fx.Graph) -> None:
+    """Calls that :mod:`.stand_in` has made come from the model's line, for the report."""
+    for node in graph.nodes:
+        if hasattr(node.target, "proves"):
+            node.meta["stack_trace"] = node.meta.get("stack_trace", "").rpartition('  File "')[0]
 
 
 def _align_inputs(lowered: Lowered) -> None:

@@ -72,7 +72,7 @@ def recurrence_of_call(
     if found is None:
         return None
     call, operands = found
-    for dim in (1, 2, 0):
+    for dim in _candidates(operands[0]):
         givens = _givens(operands, call, dim)
         recurrence = givens and _proved(call, givens)
         if recurrence:
@@ -80,13 +80,19 @@ def recurrence_of_call(
     return None
 
 
+def _candidates(first: Tensor) -> list[int]:
+    """The dims of the first operand that may be the sequence, those of open sizes first: a length
+    that the model's code has fixed is a number."""
+    is_open = [is_symbolic(size) for size in first.shape]
+    usual = [dim for dim in (1, 2, 0) if dim < first.ndim]
+    numbers = [dim for dim in usual if dim > 0 and not is_open[dim] and first.shape[dim] > 1]
+    return [*(dim for dim in usual if is_open[dim]), *numbers]
+
+
 def _givens(operands: Sequence[Tensor], call: Call, dim: int) -> tuple[_Given, ...] | None:
     """The operands, taking ``dim`` of the first one for the sequence."""
-    first = operands[0].shape
-    is_open = [is_symbolic(size) for size in first]
-    if dim >= len(first) or (any(is_open) and not is_open[dim]) or _text(first[dim]) == "1":
-        return None
-    names = {_text(first[dim]): _LENGTH}
+    length = operands[0].shape[dim]
+    names = {_text(length): _LENGTH}
     givens = []
     for index, operand in enumerate(operands):
         shape: list[int | Open] = []
@@ -94,12 +100,14 @@ def _givens(operands: Sequence[Tensor], call: Call, dim: int) -> tuple[_Given, .
             if is_symbolic(size):
                 shape.append(names.setdefault(_text(size), f"s{len(names)}"))
             else:  # of equal numbers, only those of the same dim can be the length
-                is_length = not is_open[dim] and place == dim and size == first[dim]
+                is_length = place == dim and not is_symbolic(length) and size == length
                 shape.append(_LENGTH if is_length else int(size))
         is_state = index >= call.num_operands
         if shape.count(_LENGTH) > (0 if is_state else 1):
             return None
-        givens.append(_Given(tuple(shape), operand.dtype, operand.device))
+        # The planner's tensors have no values: what is tried for them is tried here.
+        device = torch.device("cpu") if operand.device.type == "meta" else operand.device
+        givens.append(_Given(tuple(shape), operand.dtype, device))
     return tuple(givens)
 
 

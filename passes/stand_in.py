@@ -30,10 +30,17 @@ from torch.utils import _pytree as pytree
 from .recurrent import Convention, convention_of, registered
 from .recurrent_proof import recurrence_of_call
 
-__all__ = ["recurrent_functions", "standing_in"]
+__all__ = ["keeps_recurrent", "recurrent_functions", "standing_in"]
 
 _LOCK = threading.Lock()
 _USERS: dict[Callable, int] = {}  # how many captures each function is stood in for
+
+
+def keeps_recurrent(backend: Callable) -> Callable:
+    """Mark a backend of ours. Another one, by which a part of the model may be compiled meanwhile,
+    would trace through the node and find nothing but shapes."""
+    backend.keeps_recurrent = True
+    return backend
 
 
 @contextlib.contextmanager
@@ -101,13 +108,24 @@ def _stand_in(function: Callable, convention: Convention) -> Callable:
 
 
 def _is_recurrent(function: Callable, convention: Convention, context: Any) -> bool:
-    """Whether the call that is being traced is proved."""
+    """Whether the call that is being traced is proved, and traced for us."""
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    if not _is_ours(translator.output.compiler_fn):
+        return False
     try:
         given = [context.get_local(name).as_proxy() for name in ("args", "kwargs")]
         args, kwargs = pytree.tree_map_only(fx.Proxy, lambda p: p.node.meta["example_value"], given)
     except (AttributeError, KeyError, NotImplementedError):  # an argument that no node can take
         return False
     return recurrence_of_call(function, convention, args, kwargs) is not None
+
+
+def _is_ours(backend: Any) -> bool:
+    """Whether a backend, under what Dynamo wraps it in, was marked."""
+    while backend is not None and not hasattr(backend, "keeps_recurrent"):
+        outer, backend = backend, getattr(backend, "_torchdynamo_orig_backend", None)
+        backend = backend or getattr(outer, "compiler_fn", None)
+    return backend is not None
 
 
 def _node(function: Callable, convention: Convention) -> Callable:

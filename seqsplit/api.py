@@ -36,6 +36,7 @@ from .passes import (
     Executor,
     NothingToSplit,
     build_plan,
+    keeps_recurrent,
     recurrent,
     recurrent_functions,
     rule,
@@ -278,6 +279,7 @@ class Handle:
         """The functions it calls that expose their state."""
         return recurrent_functions(self.modules, self.original)
 
+    @keeps_recurrent
     def _backend(self, captured: torch.fx.GraphModule, examples: list[Any]) -> Callable:
         broke = break_after(captured)
         try:

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,15 +88,86 @@ def spy(monkeypatch):
 # -- how it is called ------------------------------------------------------------------------------
 
 
-def renamed(q, k, v, g, beta, h0=None, want_last=False):
-    return recurrences.gated_delta_rule(q, k, v, g, beta, h0, want_last)
+def documented(name):
+    """A function of the documentation's example."""
+    text = (Path(__file__).parent.parent / "docs" / "op-rules.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.S) if name in block)
+    names = {}
+    exec(code, names)
+    return names[name]
 
 
-def test_registered_under_other_names(monkeypatch):
-    seqsplit.recurrent(renamed, initial_state="h0", output_final_state="want_last")
+class Decaying(nn.Module):
+    """Weights that all positions use alike."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.embed, self.head = nn.Embedding(batches.VOCAB, 20), nn.Linear(20, batches.VOCAB)
+        self.layers = nn.ModuleList(nn.Linear(20, 20) for _ in range(2))
+        self.decay = nn.Parameter(torch.zeros(20))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + self.function(layer(x), self.decay.sigmoid())[0].tanh()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("chunk_size", (1, 4, 5))
+def test_registered_under_other_names(chunk_size, monkeypatch):
+    function = documented("decayed_sum")
     asked = spy(monkeypatch)
-    check(renamed, 4, lengths=(13, 8))
-    assert asked == {"renamed": True}
+    pair = Pair(lambda: randomise(Decaying(function)), step=probe.step, chunk_size=chunk_size)
+    for length in (13, 8):
+        pair.check(*batches.with_labels(3, length), explain=True)
+    assert asked == {"decayed_sum": True}
+
+
+class FixesLength(recurrences.Decoder):
+    """Looks at the length in Python."""
+
+    def __init__(self, function):
+        super().__init__(function)
+        self.register_buffer("places", torch.randn(13, 20))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        if x.shape[1] == len(self.places):
+            x = x + self.places
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("function", (recurrences.gated_delta_rule, recurrences.kernel))
+def test_the_model_fixes_the_length(function):
+    pair = Pair(lambda: randomise(FixesLength(function)), step=probe.step, chunk_size=4)
+    pair.check(*batches.with_labels(3, 13), explain=True)
+
+
+def test_what_is_planned_is_what_runs():
+    """The planner has no values to try a function on."""
+    model = recurrences.build(recurrences.gated_delta_rule, width=64, sizes=(4, 16, 16))
+
+    def step(model, ids):
+        return probe.step(model, ids, ids)
+
+    options = {"chunk_size": 32, "head_chunk_size": 32}
+    plan = seqsplit.plan(
+        copy.deepcopy(model),
+        seq_len=512,
+        dtype=torch.float32,
+        step=step,
+        schedules={"checkpoints": seqsplit.Schedule()},
+        **options,
+    )
+    compiled, ids = seqsplit.compile(model, **options), batches.tokens(1, 512)
+    step(compiled, ids).backward()
+    compiled.zero_grad()
+    with seqsplit.track_memory() as memory:
+        step(compiled, ids).backward()
+    assert plan.choices[0].parts.total == pytest.approx(memory.peak_bytes, rel=0.05)
 
 
 def test_registering_what_has_no_such_parameter():
@@ -113,6 +185,16 @@ def test_functions_are_only_stood_in_for_during_a_capture():
         raise ZeroDivisionError
     assert handlers == before
     assert function not in get_torch_obj_rule_map()
+
+
+def test_other_compilers_do_not_see_stand_ins():
+    """A part of the model may be compiled by another one meanwhile."""
+    model = recurrences.build(recurrences.gated_delta_rule, layers=1).double()
+    batch = batches.with_labels(3, 13)
+    loss = probe.step(model, *batch)
+    with stand_in.standing_in([recurrences.gated_delta_rule]):
+        compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", dynamic=True)
+        torch.testing.assert_close(probe.step(compiled, *batch), loss)
 
 
 class Wrapped(nn.Module):
