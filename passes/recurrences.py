@@ -30,7 +30,8 @@ from .facts import FEW
 from .lower import Lowered, fake_mode_of
 from .normalize import drop_whole_slices
 from .pieces import is_value, write_piece
-from .reading import value_of
+from .reading import Unreadable, value_of
+from .rules.registry import arguments_of
 
 __all__ = ["find_recurrences"]
 
@@ -76,6 +77,23 @@ _ADDS = {
 # The same in the code under a ``vmap``, which is not lowered.
 _ADDS_BEFORE = {operator.add, operator.mul, operator.neg, operator.sub}
 _ADDS_BEFORE |= {torch.add, torch.addcmul, torch.mul, torch.neg, torch.sub}
+# What keeps all channels, and what takes or puts together along one dim.
+_RENAMES = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.flatten.using_ints,
+    aten.movedim.int,
+    aten.permute.default,
+    aten.stack.default,
+    aten.to.dtype,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.zeros_like.default,
+}
+_PADS = {aten.constant_pad_nd.default, aten.pad.default}
+_ALONG_ONE = {aten.cat.default, aten.select.int, aten.slice.Tensor, aten.unbind.int}
+_SHORT, _FEW_CHANNELS, _ANY = 11, 2, 2**62
 _MOST_ELEMENTS = 2**24  # of the operands that a candidate is tried on
 _MOST_OUTPUTS = 4
 _MOST_OPERANDS = 4
@@ -254,6 +272,42 @@ def _number(lowered: Lowered, size: sympy.Expr) -> int:
 # -- proof ---------------------------------------------------------------------------------------
 
 
+def _smaller(
+    lowered: Lowered, candidate: _Candidate, numbers: dict[sympy.Symbol, int]
+) -> tuple[dict[sympy.Symbol, int], int] | None:
+    """Numbers for a trial on less, and the most channels, where the real sizes are too large."""
+    length = candidate.length
+    if _is_opaque(candidate.members[0]):  # any length will do, if it takes another one
+        return ({**numbers, length: _SHORT}, _ANY) if length.is_Symbol else None
+    if not _treats_channels_alike(lowered, candidate):
+        return None
+    time = length.free_symbols
+    return {s: n if s in time else min(n, _FEW_CHANNELS) for s, n in numbers.items()}, _FEW_CHANNELS
+
+
+def _treats_channels_alike(lowered: Lowered, candidate: _Candidate) -> bool:
+    """Whether ops with fewer channels tell what they do with all: nothing but time is taken apart
+    or put together, and no width is spelled out."""
+    time = candidate.length.free_symbols
+    for node in candidate.members:
+        if node.target in _ADDS | _RENAMES or node.target is operator.getitem:
+            continue
+        if getattr(node.target, "is_vmap", False):
+            continue
+        rank = node.meta["val"].ndim if _is_tensor(node) else 0
+        if node.target in _PADS:
+            amounts = node.args[1]  # they begin with the last dim
+            dims = {rank - 1 - i // 2 for i, by in enumerate(amounts) if by != 0}
+        elif node.target in _ALONG_ONE:
+            dims = {arguments_of(node).get("dim", 0)}
+        else:
+            return False
+        whole = node if node.target is aten.cat.default else node.args[0]
+        if not all(lowered.shape(whole)[dim].free_symbols & time for dim in dims):
+            return False
+    return True
+
+
 def _prove(
     lowered: Lowered, candidate: _Candidate, tried: dict[Any, list[tuple[int, ...]] | None]
 ) -> list[_Found] | None:
@@ -275,24 +329,47 @@ def _prove(
         symbol: hint if symbol in length.free_symbols else min(hint, 2)
         for symbol, hint in lowered.hints.items()
     }
-    shapes = [[int(s.xreplace(numbers)) for s in lowered.shape(o)] for o in operands]
+    try:
+        shapes = [[int(s.xreplace(numbers)) for s in lowered.shape(o)] for o in operands]
+    except TypeError:  # a size that follows from the data
+        return None
+    if sum(map(math.prod, shapes)) > _MOST_ELEMENTS:
+        smaller = _smaller(lowered, candidate, numbers)
+        if smaller is None:
+            return None
+        numbers, most = smaller
+        shapes = [
+            [
+                int(s.xreplace(numbers)) if s.free_symbols & length.free_symbols else min(own, most)
+                for s, own in zip(lowered.shape(operand), shape)
+            ]
+            for operand, shape in zip(operands, shapes)
+        ]
+        if sum(map(math.prod, shapes)) > _MOST_ELEMENTS:
+            return None
     dims = [_dims_of(lowered, node, length) for node in (*operands, *outputs)]
     key = (piece.fingerprint, str(shapes), str(dims), str([o.meta["val"].dtype for o in operands]))
     if key not in tried:
-        tried[key] = None
-        if sum(map(math.prod, shapes)) <= _MOST_ELEMENTS:
-            arguments = [int(symbol.xreplace(numbers)) for symbol in symbols]
-            likes = [operand.meta["val"] for operand in operands]
-            trial = _Trial(lambda *values: whole(*values, *arguments), likes, shapes, dims)
-            with disable_proxy_modes_tracing(), torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(0)
-                tried[key] = trial.run()
+        arguments = [int(symbol.xreplace(numbers)) for symbol in symbols]
+        likes = [operand.meta["val"] for operand in operands]
+        trial = _Trial(lambda *values: whole(*values, *arguments), likes, shapes, dims)
+        with disable_proxy_modes_tracing(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            tried[key] = trial.run()
     if tried[key] is None:
         return None
-    return [
+    found = [
         _Found(output, dim, operands[gate], gate_dim, operands[x], x_dim)
         for output, (dim, gate, gate_dim, x, x_dim) in zip(outputs, tried[key])
     ]
+    return found if all(_has_its_shape(lowered, item) for item in found) else None
+
+
+def _has_its_shape(lowered: Lowered, found: _Found) -> bool:
+    """Whether an output has the shape of what is summed up, with the real sizes."""
+    shapes = [[_number(lowered, s) for s in lowered.shape(n)] for n in (found.x, found.output)]
+    shapes[0].insert(found.dim, shapes[0].pop(found.x_dim))
+    return shapes[0] == shapes[1]
 
 
 class _Trial:
@@ -426,10 +503,19 @@ def _replace(lowered: Lowered, candidate: _Candidate, found: _Found) -> None:
 
 
 def _refresh(lowered: Lowered) -> None:
-    """Say the sizes of all values by those of the inputs again."""
+    """Say the sizes of all values by those of the inputs again, if they can be said."""
     mode = fake_mode_of(lowered.graph)
+    known: dict[fx.Node, Any] = {}
     for node in lowered.graph.nodes:
-        node.meta.pop("shape_exprs", None)
+        if node.op != "call_function":
+            known[node] = node.meta.get("val")
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+        try:
+            known[node] = value_of(node, mode, args, kwargs)
+        except Unreadable:
+            return
+    for node, value in known.items():
         if node.op == "call_function":
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            node.meta["val"] = value_of(node, mode, args, kwargs)
+            node.meta["val"] = value
+            node.meta.pop("shape_exprs", None)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import seqsplit
+import seqsplit.passes.recurrences
 from compare import Pair
 from seqsplit.primitives import Carry
 from seqsplit.recurrence import recurrence, recurrence_rows
@@ -248,6 +249,37 @@ def time_last(gate, x):
 
 def test_time_in_another_dim():
     check(time_last, lambda gate, x: (gate.transpose(1, 2), x.transpose(1, 2)))
+
+
+@pytest.mark.parametrize("scan", [by_halves, as_higher_order_op], ids=lambda way: way.__name__)
+def test_fewer_channels_are_tried_where_there_are_many(scan, monkeypatch):
+    """Enough where all channels are treated alike."""
+    monkeypatch.setattr(seqsplit.passes.recurrences, "_MOST_ELEMENTS", 2 * 2 * 13 * 2)
+    check(scan, lengths=(13,))
+
+
+def turned_by_halves(gate, x):
+    """With so few channels that the last ones are missing it would look like the recurrence."""
+
+    def turned(value):
+        return torch.cat([value[..., 5:], value[..., :5]], -1)
+
+    return turned(by_halves(gate, x))
+
+
+def halves_of_channels_apart(gate, x):
+    first, length = gate[:, ::2], x.shape[1]
+    rows = torch.stack([first, F.pad(gate[:, 1::2], (0, 0, 0, length % 2))], 2)
+    mixed = torch.cat([rows[..., 5:], rows[..., :5]], -1).flatten(1, 2)[:, :length]
+    return by_halves(mixed, x)
+
+
+@pytest.mark.parametrize("scan", [turned_by_halves, halves_of_channels_apart])
+def test_channels_that_are_not_alike(scan, monkeypatch):
+    """Exact, with as few elements as may be."""
+    monkeypatch.setattr(seqsplit.passes.recurrences, "_MOST_ELEMENTS", 2 * 2 * 13 * 2)
+    pair = Pair(lambda: Gated(scan), step=step, streamed=False, chunk_size=CHUNK)
+    pair.check(*batches.with_labels(2, 13))
 
 
 # ---- what is not one -----------------------------------------------------------------------------
