@@ -1,7 +1,7 @@
 """Rounds: cut and split, and begin again with what was learnt, until everything has its place.
 
 An op that cannot be split is gathered with others into a piece that can, or runs whole; a value
-that is needed whole is kept; an op on sums waits. Each of these is found out by trying, and cuts are
+that is needed whole is kept; an op on sums waits. Each is found out by trying, and cuts are
 chosen anew.
 """
 
