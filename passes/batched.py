@@ -95,9 +95,20 @@ def _insert_call(
 
 def _as_function(body: fx.GraphModule) -> Callable:
     def batched(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return body(*operands)
+        depth = _depth()
+        try:
+            return body.forward(*operands)  # not called: that would print the failure
+        except Exception:  # on operands that it was only tried with: leave what was entered
+            while _depth() > depth:
+                torch._C._functorch._vmap_decrement_nesting()
+            raise
 
     batched.__module__ = __name__
     batched.is_vmap = True
     batched.fingerprint = ("vmap", structure_of(body))
     return batched
+
+
+def _depth() -> int:
+    """How many transforms of functions are entered."""
+    return torch._C._functorch.maybe_current_level() or 0

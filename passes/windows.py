@@ -258,7 +258,8 @@ class _Trial:
         ranks = [len(self._facts.shape(operand)) for operand in self._operands]
         if sorted(ranks) != [3, 4, 4, 4] or any(found != [1] for found in dims):
             return None
-        if _along(self._facts, output) != [1] or not blocks:
+        dtypes = {node.meta["val"].dtype for node in (*self._operands, output)}
+        if _along(self._facts, output) != [1] or not blocks or len(dtypes) > 1:
             return None
         decay = ranks.index(3)
         for order in itertools.permutations(i for i in range(4) if i != decay):

@@ -612,7 +612,7 @@ def test_vmap():
 
 
 def test_associative_scan():
-    """Its levels halve the sequence: they run whole, and everything around them in chunks."""
+    """Its levels halve the sequence, and as a whole it is one recurrence."""
     from torch._higher_order_ops.associative_scan import associative_scan
 
     def combine(left, right):
