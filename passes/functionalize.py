@@ -37,8 +37,15 @@ def functionalize(graph: fx.Graph) -> list[Write]:
     Raises:
         CaptureError: a write whose effect on other names of the memory cannot be told.
     """
-    written: dict[fx.Node, fx.Node] = {}
+    written: list[fx.Node] = []
     rebound: set[fx.Node] = set()
+    (output,) = (node for node in graph.nodes if node.op == "output")
+
+    def give_back(name: fx.Node, value: fx.Node) -> None:
+        # At once: like every later use, it is then of what later writes make of the value.
+        output.args = ((*output.args[0], value),)
+        written.append(name)
+
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -48,16 +55,13 @@ def functionalize(graph: fx.Graph) -> list[Write]:
             name, other = node.args
             if name.op != "placeholder" or name in written:
                 raise CaptureError("a value inside the graph is given other memory")
-            written[name] = _rebind(graph, node, other)
+            give_back(name, _rebind(graph, node, other))
             rebound.add(name)
         elif node.target._schema.is_mutable:
             base, value = _Rewriting(graph, node).rewrite()
-            origin = next((i for i, latest in written.items() if latest is base), base)
-            if origin.op == "placeholder":
-                written[origin] = value
+            if base.op == "placeholder":
+                give_back(base, value)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    output.args = ((*output.args[0], *written.values()),)
     return [Write(inputs.index(node), node in rebound) for node in written]
 
 
