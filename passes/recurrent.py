@@ -320,6 +320,8 @@ class Recurrence:
         """The output of the chunk that begins at ``start``, and its share of the final state:
         operands along the sequence are the chunk's own, the others whole."""
         given, first = self.call.parts(operands)
+        # As the trials gave them: a chunk of a whole value is a view with gaps in it.
+        given = [x if dim is None else x.contiguous() for x, dim in zip(given, self.dims)]
         step = functools.partial(self.call, given, ends=True)
         return recurrent_rows(step, operands, carry, start, last, first)
 
