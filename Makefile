@@ -20,11 +20,13 @@ GPU_PYTHON ?= python3
 # Test processes; each computes with one thread.
 WORKERS ?= 2
 PYTEST_ARGS ?=
-TESTS ?= tests
+# All of them by default, in two runs: processes that have captured a thousand models are slow.
+TESTS ?=
 BENCH ?= --default
 
 VENV := .venv
 VENV_PYTHON := $(CURDIR)/$(VENV)/bin/python
+PYTEST = OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n $(WORKERS)
 SITE := .cache/site
 STREAMBP := .cache/streambp
 
@@ -40,7 +42,12 @@ demo: $(VENV)/.installed-demo
 	$(VENV_PYTHON) examples/demo.py
 
 test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n $(WORKERS) $(TESTS) $(PYTEST_ARGS)
+ifneq ($(TESTS),)
+	$(PYTEST) $(TESTS) $(PYTEST_ARGS)
+else
+	$(PYTEST) tests --ignore=tests/trainers $(PYTEST_ARGS)
+	$(PYTEST) tests/trainers $(PYTEST_ARGS)
+endif
 
 # For more or less: make bench BENCH=--full, make bench BENCH=--quick.
 bench: $(VENV)/.installed-dev

@@ -108,7 +108,10 @@ class Windows:
         target, operands, symbols = call
         lowered = self._lowered
         graph, sizes = lowered.graph, SizeWriter(lowered)
-        with graph.inserting_after(max(members)):
+        # Some of what was gathered may come after users of the output, which it does not lead to.
+        if any(output < operand for operand in operands):
+            return False
+        with graph.inserting_after(output):
             new = graph.call_function(target, (*operands, *map(sizes.symbol, symbols)))
         place = ("stack_trace", "nn_module_stack")
         new.meta = {key: output.meta[key] for key in place if key in output.meta}

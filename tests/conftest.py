@@ -3,6 +3,7 @@
 import hypothesis
 import pytest
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 pytest.register_assert_rewrite("compare")
 
@@ -35,7 +36,14 @@ def honest_float64(request):
 
 @pytest.fixture(autouse=True)
 def clean_captures():
-    """Dynamo keeps a few captures per code object and then gives up: start each test afresh."""
+    """Dynamo keeps a few captures per code object and then gives up: start each test afresh.
+
+    Caches of methods keep every capture's symbolic sizes alive: millions of objects in the end,
+    which every garbage collection walks through. They are emptied too.
+    """
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+    for method in vars(ShapeEnv).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()

@@ -11,7 +11,7 @@ from torch import nn
 import seqsplit
 from graphs import trace
 from seqsplit import primitives
-from seqsplit.passes import check, pipeline
+from seqsplit.passes import check, pipeline, rounds
 from seqsplit.passes.demand import Compute
 from seqsplit.placement import Sum
 from seqsplit.run import chunk_bounds
@@ -20,12 +20,18 @@ from test_stencils import Hybrid
 from zoo import HANDWRITTEN, batches, hf
 
 
+def caller_of(name):
+    """The module that calls a pass by its name."""
+    return pipeline if hasattr(pipeline, name) else rounds
+
+
 def checked(monkeypatch):
     """Check after each pass. Returns the names of the passes that ran."""
     ran = []
 
     def after(name, verify):
-        original = getattr(pipeline, name)
+        place = caller_of(name)
+        original = getattr(place, name)
 
         def run(*args, **kwargs):
             result = original(*args, **kwargs)
@@ -33,7 +39,7 @@ def checked(monkeypatch):
             verify(result, *args)
             return result
 
-        monkeypatch.setattr(pipeline, name, run)
+        monkeypatch.setattr(place, name, run)
 
     after("lower", lambda lowered, *_: check.check_graph(lowered))
     for name in ("normalize", "express_sizes"):
@@ -116,14 +122,15 @@ class Recorded:
     """The results of one pass over a decoder, for spoiling."""
 
     def __init__(self, monkeypatch, name):
-        self.results, original = [], getattr(pipeline, name)
+        place = caller_of(name)
+        self.results, original = [], getattr(place, name)
 
         def run(*args, **kwargs):
             self.results.append((original(*args, **kwargs), args))
             return self.results[-1][0]
 
         with monkeypatch.context() as patch:
-            patch.setattr(pipeline, name, run)
+            patch.setattr(place, name, run)
             entry = HANDWRITTEN["nano-manual"]
             step = seqsplit.compile(step_of(entry, entry.build()), chunk_size=4)
             seqsplit.explain(step, *batches.with_labels(3, 13))

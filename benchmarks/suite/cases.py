@@ -201,7 +201,7 @@ def full() -> Plan:
     for shape in ("mha", "tied", "window", "moe"):
         plan.race(DECODER, shape, 512, 8192, (OURS, KEPT, CHUNKED), rounds=5)
     plan.race(DECODER, "small", 1024, 2048, (OURS, KEPT, CHUNKED), rounds=7)
-    plan.race(DECODER, "small", 1024, 16_384, (OURS, KEPT, CHUNKED), rounds=3)
+    plan.race(DECODER, "small", 1024, 16_384, (OURS, KEPT, CHUNKED), rounds=2)
     plan.race(DECODER, "small", 1024, 2048, (OURS, KEPT, CHUNKED), rounds=3, dtype="bfloat16")
     plan.race(LLAMA, "small", 1024, 8192, (OURS, OURS_THIRDS, STREAMBP_THIRDS, STREAMBP), rounds=3)
     return plan

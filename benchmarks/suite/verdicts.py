@@ -60,7 +60,7 @@ def _memory(group: Group) -> Iterator[Verdict]:
     least = floor(SHAPES[group.example.shape], getattr(torch, group.example.dtype)).total
     grown = slopes(group.points(OURS))
     if grown:
-        yield _at_most("growth of memory by the floor", max(grown) / least, 1.15)
+        yield _at_most("growth of memory by the floor", max(grown) / least, 1.05)
     for method, limit in ((CHECKPOINTED, 5.0), (CHUNKED, 2.5)):
         ratio = group.ratio(method, OURS, _LONG)
         if ratio is not None:
