@@ -275,7 +275,7 @@ class _Trial:
         sizes = [self._number(symbol, length) for symbol in self._symbols]
         values = [self._random(operand, length) for operand in self._operands]
         query, key, value, decay = (values[i] for i in order)
-        if query.shape != key.shape or query.shape[:3] != value.shape[:3] != decay.shape:
+        if query.shape != key.shape or not query.shape[:3] == value.shape[:3] == decay.shape:
             return False
         with torch.no_grad():
             decay.abs_().neg_()  # what grows instead would drown what is compared
