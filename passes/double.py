@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["as_double", "double_call", "double_graph", "own_call"]
+__all__ = ["as_double", "double_call", "double_dtype", "double_graph", "own_call"]
 
 
 def as_double(value: Any) -> Any:
@@ -31,16 +31,17 @@ def double_call(target: Any, args: Any, kwargs: Any) -> tuple[Callable, Any, Any
     A function that was made of a piece of the graph says itself, in ``in_double``, what it is
     in float64.
     """
-
-    def double(value: Any) -> Any:
-        if isinstance(value, torch.dtype) and value.is_floating_point:
-            return torch.float64
-        if isinstance(value, torch.dtype) and value.is_complex:
-            return torch.complex128
-        return value
-
-    args, kwargs = pytree.tree_map(double, (args, kwargs))
+    args, kwargs = pytree.tree_map(double_dtype, (args, kwargs))
     return getattr(target, "in_double", target), args, kwargs
+
+
+def double_dtype(value: Any) -> Any:
+    """A floating or complex dtype becomes the widest, anything else stays what it is."""
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return torch.float64
+    if isinstance(value, torch.dtype) and value.is_complex:
+        return torch.complex128
+    return value
 
 
 def own_call(target: Callable, like: Sequence[Tensor]) -> Callable:

@@ -40,6 +40,7 @@ from .recurrent import as_target
 from .structure import structure_of
 
 __all__ = [
+    "CHECKPOINT",
     "Lowered",
     "Region",
     "attribute_of",
@@ -51,7 +52,7 @@ __all__ = [
 
 aten = torch.ops.aten
 
-_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _CUSTOM_FUNCTION = torch.ops.higher_order.autograd_function_apply
 _DATA = getattr(torch._C._autograd, "_get_data_attr", None)
 
@@ -306,7 +307,7 @@ class _KeepBackwards(fx.Interpreter):
     """Runs Dynamo's graph under the trace, keeping what a plain run would lose."""
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        if target is _CHECKPOINT:
+        if target is CHECKPOINT:
             # A block that the model itself checkpoints: we decide about memory, so only its
             # body matters.
             body, *operands = args

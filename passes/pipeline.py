@@ -9,6 +9,7 @@
 5. cut        which values are kept whole between segments
 6. split      each segment's demands -> a chunk body; equal bodies are shared
 7. validate   each distinct body against its original subgraph
+   compare    the lowered graph against Dynamo's
 8. stitch     the outer graph, one node per segment
 
 Steps 5 to 7 are repeated (:mod:`.rounds`): what cannot be split is found on the way.
@@ -27,6 +28,7 @@ from ..options import Options
 from ..plan import Body, Plan
 from .attend import attend
 from .check import check_plan
+from .compare import Incomparable, compare
 from .facts import Facts, find_sequence, fixed_length, propagate
 from .flex import find_flex
 from .free_length import free_length
@@ -37,6 +39,7 @@ from .normalize import normalize, normalize_means
 from .recurrences import find_recurrences
 from .regions import Regions
 from .rounds import Clock, Regrouped, Rounds
+from .samples import Samples
 from .sizes import express_sizes
 from .skews import gather_skews
 from .slices import take_off
@@ -46,6 +49,9 @@ from .validate import Validator
 from .windows import Windows
 
 __all__ = ["Executor", "build_plan"]
+
+_TOO_LONG = "no length short enough takes the model's branches here"
+_NOT_COMPARED = "the lowered graph was not compared with the captured one"
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,8 @@ def build_plan(
     while True:
         with clock("attend"):
             reads = attend(facts, examples)
-        validator = Validator(facts, examples, executor.run) if options.validate else None
+        samples = Samples(facts, examples)
+        validator = Validator(facts, samples, executor.run) if options.validate else None
         rounds = Rounds(facts, reads, options, clock, regions, windows)
         try:
             placed, cuts = rounds.run(validator)
@@ -123,6 +130,10 @@ def build_plan(
         find_sequence(as_captured, options.seq_dim)
     if not placed and facts.keeps_activations:
         raise fixed_length(lowered.hints.get(sequence, 0))
+    unchecked = []
+    if options.validate:
+        with clock("compare"):
+            unchecked = _unchecked(captured, facts, examples, validator)
     if options.strict and rounds.entries:
         scope, reason = rounds.entries[0]
         raise NotStreamedError(
@@ -149,12 +160,25 @@ def build_plan(
             clock.seconds,
             finish,
             lowered.fixed_length,
-            validated=validator is not None and validator.possible,
+            unchecked=unchecked,
         )
         check_plan(facts, cuts, own, plan)
         return plan
 
     return finish(options)
+
+
+def _unchecked(
+    captured: fx.GraphModule, facts: Facts, examples: Sequence[Any], validator: Validator
+) -> list[str]:
+    """What cannot be tried against the original. (What differs from it raises an error.)"""
+    if not validator.possible:
+        return [_TOO_LONG]
+    try:
+        compare(captured, facts, examples)
+    except Incomparable as error:
+        return [f"{_NOT_COMPARED}: {error}"]
+    return []
 
 
 def _under(options: Options, item: Placed) -> Placed:

@@ -148,9 +148,10 @@ class Trial:
         if is_traceable_wrapper_subclass(like):
             raise TypeError(f"{node} is of a class of its own")
         shape = [int(dim.xreplace(self.sizes)) for dim in dims]
-        if like.is_floating_point():
-            drawn = torch.randn(shape, dtype=torch.float64, device=like.device)
-            return drawn.to(like.dtype).to(torch.float64) if self.own else drawn
+        if like.is_floating_point() or like.is_complex():
+            dtype = torch.complex128 if like.is_complex() else torch.float64
+            drawn = torch.randn(shape, dtype=dtype, device=like.device)
+            return drawn.to(like.dtype).to(dtype) if self.own else drawn
         return torch.randint(0, 2, shape, device=like.device).to(like.dtype)
 
     @property

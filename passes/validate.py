@@ -1,20 +1,17 @@
 """Validate: run each distinct body against its original subgraph before it is ever used.
 
 Both run in float64 on a short sequence cut into uneven chunks, with random activations and
-random cotangents; token ids, labels, masks and positions are taken from the real inputs, at
-evenly spaced places. Random ops are silenced on both sides. An op that does not take float64 runs
-in its own dtypes, on the same chunks on both sides. Outputs and the gradients of every operand have
-to agree to 1e-9.
+random cotangents; whatever else they need comes from a short call (samples.py). Random ops are
+silenced on both sides. An op that does not take float64 runs in its own dtypes, on the same chunks
+on both sides. Outputs and the gradients of every operand have to agree to 1e-9.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
@@ -26,6 +23,7 @@ from .facts import Facts
 from .lower import attribute_of
 from .rules.attention import SDPA
 from .rules.registry import Row, operands_of, rows_of, takes_double
+from .samples import Samples
 from .split import SplitSegment, draws_random
 from .trial import Part, Trial, holds
 
@@ -34,9 +32,6 @@ __all__ = ["Validator", "uneven_bounds"]
 aten = torch.ops.aten
 
 TOLERANCE = 1e-9
-_LENGTHS = (11, 13, 17, 23, 37, 61, 127, 257, 509)
-_BATCH = 2
-_LONGEST = 4096  # the original may hold a value of length x length
 
 RunSegment = Callable[..., tuple[Tensor, ...]]
 
@@ -53,23 +48,21 @@ class Validator:
 
     Args:
         facts: of the graph.
-        examples: the real inputs of the captured call, in the graph's order.
+        samples: a short call of it.
         run: the runtime's function that runs a segment.
     """
 
-    def __init__(self, facts: Facts, examples: Sequence[Any], run: RunSegment) -> None:
+    def __init__(self, facts: Facts, samples: Samples, run: RunSegment) -> None:
         self._facts = facts
-        self._examples = dict(zip(facts.lowered.placeholders, examples))
+        self._samples = samples
         self._run = run
-        self._batch: int | None = _BATCH  # the most of it, None: as many as there are
-        self._length = self._choose_length()
         self._values: dict[fx.Node, Any] = {}
         self._generator = torch.Generator().manual_seed(0)
 
     @property
     def possible(self) -> bool:
         """Whether there is a length, not too long to be tried, that the model's guards allow."""
-        return self._length is not None
+        return self._samples.length is not None
 
     def check(self, segment: Segment, split: SplitSegment, values: Sequence[fx.Node]) -> str | None:
         """Compare a segment with the original.
@@ -77,19 +70,24 @@ class Validator:
         Returns:
             What differs, in one sentence, or ``None`` if nothing does.
         """
-        if self._length is None:
+        length = self._samples.length
+        if length is None:
             return None
         body = segment.body.with_code(_in_double)
         options = replace(segment.options, accumulate_dtype=torch.float64)
         segment = replace(segment, body=body, options=options)
-        sizes = [self._number(symbol) for symbol in split.sizes]
+        sizes = [self._samples.number(symbol) for symbol in split.sizes]
         difference = None
         for positive in (False, True):
             operands = [self._leaf(node, positive) for node in split.operands]
             with torch.enable_grad():
                 expected = self._original(split, operands, values)
                 got = self._run(
-                    segment, self._length, sizes, operands, bounds=uneven_bounds(self._length)
+                    segment,
+                    self._samples.length,
+                    sizes,
+                    operands,
+                    bounds=uneven_bounds(self._samples.length),
                 )
                 try:
                     return self._compare(split, operands, values, expected, got)
@@ -158,10 +156,10 @@ class Validator:
                 continue
             held = node.meta.get("val")
             if isinstance(held, torch.SymInt):
-                known[node] = self._number(self._facts.lowered.expr(held))
+                known[node] = self._samples.number(self._facts.lowered.expr(held))
                 continue
             if node.op == "placeholder":
-                known[node] = self._sampled(node)
+                known[node] = self._samples.input(node)
                 continue
             if node.op == "get_attr":
                 known[node] = as_double(attribute_of(self._facts.lowered.module, node))
@@ -193,22 +191,22 @@ class Validator:
         if hasattr(node.target, "recurs"):
             run = own_call(node.target.recurs.in_chunks, [o.meta["val"] for o in operands])
             values = [known[operand] for operand in operands]
-            return run(values, uneven_bounds(self._length))[node.target.gives]
+            return run(values, uneven_bounds(self._samples.length))[node.target.gives]
         symbols = {s for n in (*operands, node) for d in facts.shape(n) for s in d.free_symbols}
-        trial = Trial(node, operands, {s: self._symbol(s) for s in symbols}, own=True)
+        trial = Trial(node, operands, {s: self._samples.symbol(s) for s in symbols}, own=True)
         values = [known[operand] for operand in operands]
         row = self._sequence_row(node)
         if row is None:
             return trial(values)
         ((dim, span),) = row.out.spans
-        size = self._number(facts.shape(node)[dim] / (span.outer * span.inner))
-        bounds = sorted({min(bound, size) for bound in uneven_bounds(self._length)})
+        size = self._samples.number(facts.shape(node)[dim] / (span.outer * span.inner))
+        bounds = sorted({min(bound, size) for bound in uneven_bounds(self._samples.length)})
         placements = (row.out, *row.operands)
         plain = [value.detach() for value in values]
         if not holds(trial, placements, plain, facts.sequence, size, bounds):
             raise _Mixes(f"{node} on chunks is not {node} on all")
         out, *parts = [Part(placement, trial.sizes, size) for placement in placements]
-        beyond = self._length - size
+        beyond = self._samples.length - size
         results = []
         for start, end in zip(bounds, bounds[1:]):
             pieces = [part.of(value, start, end) for part, value in zip(parts, values)]
@@ -234,7 +232,7 @@ class Validator:
         value = facts_value = None
         if node in facts.stream or node in facts.features:
             held = node.meta["val"]
-            shape = [self._number(size) for size in facts.shape(node)]
+            shape = [self._samples.number(size) for size in facts.shape(node)]
             if held.is_floating_point() or held.is_complex():
                 value = self._normal(shape, like=held)
                 value = value.abs() if positive and not held.is_complex() else value
@@ -245,16 +243,6 @@ class Validator:
         if node in facts.needs_grad:
             value = (value.clone() if facts_value is not None else value).requires_grad_()
         return value
-
-    def _sampled(self, node: fx.Node) -> Tensor:
-        """A real input at evenly spaced places, floating point in double."""
-        value = self._examples[node].detach()
-        for dim, size in enumerate(self._facts.shape(node)):
-            if size.free_symbols:
-                count = self._number(size)
-                places = torch.linspace(0, max(value.shape[dim] - 1, 0), count).round().long()
-                value = value.index_select(dim, places.to(value.device))
-        return as_double(value)
 
     def _cotangent(self, like: Tensor) -> Tensor:
         """Random. A single number's is a power of two: a head may scale its gradients by it
@@ -267,52 +255,6 @@ class Validator:
     def _normal(self, shape: Sequence[int], like: Tensor) -> Tensor:
         dtype = torch.complex128 if like.is_complex() else torch.float64
         return torch.randn(list(shape), generator=self._generator, dtype=dtype).to(like.device)
-
-    def _number(self, expr: sympy.Expr) -> int:
-        values = {symbol: self._symbol(symbol) for symbol in expr.free_symbols}
-        return int(expr.xreplace(values))
-
-    def _symbol(self, symbol: sympy.Symbol) -> int:
-        if symbol == self._facts.sequence:
-            return self._length
-        hint = self._facts.lowered.hints.get(symbol, _BATCH)
-        if self._batch is None or symbol not in self._batch_sizes:
-            return hint
-        return min(hint, self._batch)
-
-    @cached_property
-    def _batch_sizes(self) -> set[sympy.Symbol]:
-        """Sizes of the first dim of inputs that hold the sequence too; a vocabulary, or a table of
-        positions, has entries that others point at."""
-        facts = self._facts
-        inputs = [n for n in facts.lowered.placeholders if facts.is_tensor(n)]
-        shapes = [facts.shape(n) for n in inputs if facts.sequence_dims(n)]
-        return {shape[0] for shape in shapes if isinstance(shape[0], sympy.Symbol)} - {
-            facts.sequence
-        }
-
-    def _choose_length(self) -> int | None:
-        """The shortest length under which the model would have taken the captured branches."""
-        real = self._facts.lowered.hints.get(self._facts.sequence)
-        for self._batch in (_BATCH, None):
-            for length in (*_LENGTHS, real):
-                fits = length is not None and (real is None or length <= real)
-                if fits and length <= _LONGEST and self._allows(length):
-                    return length
-        return None
-
-    def _allows(self, length: int) -> bool:
-        env, sequence = self._facts.lowered.shape_env, self._facts.sequence
-        bounds = env.var_to_range.get(sequence)
-        if bounds is not None and not bounds.lower <= length <= bounds.upper:
-            return False
-        self._length = length
-        for guard in env.guards:
-            expr = self._facts.lowered.simplified(guard.expr)
-            values = {symbol: self._symbol(symbol) for symbol in expr.free_symbols}
-            if expr.xreplace(values) == sympy.false:
-                return False
-        return True
 
 
 class _Mixes(Exception):

@@ -61,7 +61,7 @@ class Report:
         pass_seconds: time spent in each pass of the compiler.
         fixed_length: whether the model's own code fixes the length, so that every other length is
             captured anew.
-        validated: whether all distinct bodies were tried against the original code.
+        unchecked: what was not tried against the original code, and why.
     """
 
     seq_len: int
@@ -73,7 +73,7 @@ class Report:
     breaks: tuple[GraphBreak, ...] = ()
     pass_seconds: dict[str, float] = field(default_factory=dict)
     fixed_length: bool = False
-    validated: bool = True
+    unchecked: tuple[str, ...] = ()
 
     @property
     def fully_streamed(self) -> bool:
@@ -95,8 +95,7 @@ class Report:
             lines += self._break_lines()
         if self.fixed_length:
             lines.append(f"length  {_FIXED}")
-        if not self.validated:
-            lines.append("checks  not done: no length short enough takes the model's branches here")
+        lines += [f"checks  not done: {reason}" for reason in self.unchecked]
         if not self.whole:
             lines.append("whole   none")
         for (scope, reason), count in Counter(self.whole).items():
@@ -144,7 +143,8 @@ def _report(handle: api.Handle) -> Report:
     whole: list[tuple[str, str]] = []
     numbers: dict[int, int] = {}
     seconds: dict[str, float] = {}
-    length, fixed_length, validated = 0, False, True
+    length, fixed_length = 0, False
+    unchecked: list[str] = []
     split = any(not isinstance(run.plan, str) for run in handle.log)
     for run in handle.log:
         if isinstance(run.plan, str):
@@ -154,7 +154,7 @@ def _report(handle: api.Handle) -> Report:
         length = max(length, run.length)
         whole += run.plan.whole
         fixed_length |= run.plan.fixed_length is not None
-        validated &= run.plan.validated or not handle.options.validate
+        unchecked += run.plan.unchecked
         for segment in run.plan.segments:
             rows = segment.chunk_rows(run.length, run.device)
             segments.append(
@@ -180,5 +180,5 @@ def _report(handle: api.Handle) -> Report:
         breaks=tuple(dict.fromkeys(run.broke for run in handle.log if run.broke is not None)),
         pass_seconds=seconds,
         fixed_length=fixed_length,
-        validated=validated,
+        unchecked=tuple(dict.fromkeys(unchecked)),
     )

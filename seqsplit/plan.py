@@ -238,7 +238,7 @@ class Plan:
         with_options: makes the same plan under other chunk sizes or another schedule.
         fixed_length: the only length of the sequence that the plan is for, where the model's code
             fixed it.
-        validated: whether its bodies were tried against the original.
+        unchecked: what was not tried against the original, and why.
     """
 
     module: fx.GraphModule
@@ -250,7 +250,7 @@ class Plan:
     pass_seconds: dict[str, float] = field(default_factory=dict)
     with_options: Callable[[Options], Plan] | None = None
     fixed_length: int | None = None
-    validated: bool = False
+    unchecked: list[str] = field(default_factory=list)
 
     def run(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """What Dynamo's graph would give for these inputs, its writes into them included."""

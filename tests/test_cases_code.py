@@ -92,6 +92,20 @@ class StraightThrough(torch.autograd.Function):
         return grad * (x.abs() < 1)
 
 
+class BoundedRoot(torch.autograd.Function):
+    """A root, of positive numbers only, whose slope is bounded."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sqrt()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad / (4 * x).sqrt().clamp_min(0.01)
+
+
 class HandLinear(torch.autograd.Function):
     """A linear map with a hand-written weight gradient, doubled so that it is recognisable."""
 
@@ -138,6 +152,11 @@ class WithMiddle(nn.Module):
 )
 def test_custom_backwards_are_kept(middle):
     check(lambda: WithMiddle(middle), streamed=False)
+
+
+def test_a_custom_function_of_positive_numbers():
+    """It is tried on numbers that it takes, and found to treat them one by one."""
+    check(lambda: WithMiddle(lambda x, weight: BoundedRoot.apply(x.square() + 0.1) @ weight))
 
 
 def frozen_branch(x, weight):

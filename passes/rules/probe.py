@@ -147,6 +147,15 @@ def _holds(
     sizes = {**sizes, **swapped, symbol: length}  # the symbol that is split gets the largest size
     trial = Trial(node, tuple(operands), sizes, own)
     try:
-        return holds(trial, row, trial.random(shape), symbol, length, (0, 2, 3, length), loud=own)
+        return holds(trial, row, _values(trial, shape), symbol, length, (0, 2, 3, length), loud=own)
     except Exception:  # an op that fails on a part, or on such inputs, cannot be split
         return False
+
+
+def _values(trial: Trial, shape: Shape) -> list[torch.Tensor]:
+    """Random operands; positive ones where others give no number, as for a root."""
+    values = trial.random(shape)
+    outputs, _, _ = trial.run(values)
+    if not any(output.isnan().any() for output in outputs):
+        return values
+    return [value.abs() if value.is_floating_point() else value for value in values]

@@ -207,6 +207,8 @@ def takes_double(node: fx.Node, shape: Callable[[fx.Node], tuple[sympy.Expr, ...
         return True
     if node.target is operator.getitem or not operands_of(node):
         return True
+    if isinstance(node.meta["val"], torch.SymInt):
+        return True
     if "takes_double" not in node.meta:
         node.meta["takes_double"] = by_execution.takes_double(node, operands_of(node), shape)
     return node.meta["takes_double"]
