@@ -33,6 +33,7 @@ __all__ = [
     "FEW",
     "Facts",
     "NothingToSplit",
+    "draws_random",
     "find_sequence",
     "fixed_dims",
     "fixed_length",
@@ -392,3 +393,18 @@ def _keeps_nothing(facts: Facts, node: fx.Node) -> bool:
     if node.target is aten.dropout.default:
         return not arguments_of(node)["train"] or arguments_of(node)["p"] == 0
     return node.target in _KEEPS_NOTHING
+
+
+def draws_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers in this call (a dropout of zero does not)."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    arguments = arguments_of(node)
+    if "dropout_p" in arguments:
+        return arguments["dropout_p"] > 0
+    if target is aten.dropout.default or target is aten.native_dropout.default:
+        return bool(arguments.get("train", True)) and arguments["p"] > 0
+    return True

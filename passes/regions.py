@@ -14,13 +14,12 @@ import re
 import torch
 from torch import fx
 
-from .facts import Facts
+from .facts import Facts, draws_random
 from .lower import Lowered
 from .lower import Region as Contexts
 from .pieces import is_value, write_piece
 from .rules.registry import rows_of
 from .sizes import SizeWriter
-from .split import draws_random
 
 __all__ = ["Regions", "has_rows"]
 

@@ -21,11 +21,11 @@ from ..plan import Body, Segment
 from .attend import Reads
 from .cut import Cuts, Group, bytes_per_token, choose_cuts
 from .demand import AddedLater, Demands, Input, Narrow, NeededWhole, ReadKeys, demand
-from .facts import Facts
+from .facts import Facts, draws_random
 from .regions import Regions
 from .rules.registry import Unsplittable, operands_of
 from .scope import describe, scope_of
-from .split import draws_random, split
+from .split import split
 from .stitch import Placed
 from .validate import Validator
 from .windows import Windows

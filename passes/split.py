@@ -31,7 +31,7 @@ from .demand import (
     Scan,
     Stencil,
 )
-from .facts import Facts
+from .facts import Facts, draws_random
 from .lower import Region
 from .recurrent import on_chunk
 from .rules.registry import (
@@ -46,7 +46,7 @@ from .sizes import OPERATORS, write_expression
 from .stencils import windowed_of
 from .unread import without_unread
 
-__all__ = ["SplitSegment", "draws_random", "split"]
+__all__ = ["SplitSegment", "split"]
 
 aten = torch.ops.aten
 
@@ -69,21 +69,6 @@ class SplitSegment:
 def split(facts: Facts, demands: Demands, targets: dict[fx.Node, Placement]) -> SplitSegment:
     """Write the body that gives ``targets``."""
     return _Writer(facts).write(demands, targets)
-
-
-def draws_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers in this call (a dropout of zero does not)."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    arguments = arguments_of(node)
-    if "dropout_p" in arguments:
-        return arguments["dropout_p"] > 0
-    if target is aten.dropout.default or target is aten.native_dropout.default:
-        return bool(arguments.get("train", True)) and arguments["p"] > 0
-    return True
 
 
 class _Writer:

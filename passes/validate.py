@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 from .. import attention
 from ..plan import Segment
 from .double import as_double, double_call, double_graph, own_call
-from .facts import Facts
+from .facts import Facts, draws_random
 from .lower import attribute_of
 from .rules.attention import SDPA
 from .rules.registry import Row, operands_of, rows_of, takes_double
 from .samples import Samples
-from .split import SplitSegment, draws_random
+from .split import SplitSegment
 from .trial import Part, Trial, holds
 
 __all__ = ["Validator", "uneven_bounds"]

@@ -23,14 +23,13 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from ..linear_attention import linear_attention
-from .facts import Facts
+from .facts import Facts, draws_random
 from .lower import Lowered
 from .lower import Region as Contexts
 from .pieces import is_value, write_piece
 from .regions import has_rows
 from .scans import SCANS
 from .sizes import SizeWriter
-from .split import draws_random
 from .stencils import WindowedPiece, windowed_of
 
 __all__ = ["Windows"]
