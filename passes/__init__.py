@@ -2,9 +2,9 @@
 
 from .facts import NothingToSplit
 from .pipeline import Executor, build_plan
-from .recurrent import recurrent
 from .rules import rule
-from .stand_in import keeps_recurrent, recurrent_functions, standing_in
+from .stateful.calls import recurrent
+from .stateful.stand_in import keeps_recurrent, recurrent_functions, standing_in
 
 __all__ = [
     "Executor",

@@ -24,7 +24,7 @@ from sympy.core.function import Application
 from torch import fx
 
 from ..errors import InvalidOptionError, format_message
-from .lower import Lowered
+from .capture.lower import Lowered
 from .rules.attention import SDPA, SOFTMAX, kernel_of
 from .rules.registry import arguments_of, operands_of
 from .scans import recurrence_of

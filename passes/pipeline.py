@@ -26,27 +26,27 @@ from torch import fx
 from ..errors import NotStreamedError, format_message
 from ..options import Options
 from ..plan import Body, Plan
-from .attend import attend
-from .check import check_plan
-from .compare import Incomparable, compare
+from .capture.lower import lower
+from .checks.compare import Incomparable, compare
+from .checks.plan import check_plan
+from .checks.samples import Samples
+from .checks.validate import Validator
 from .facts import Facts, find_sequence, fixed_length, propagate
-from .flex import find_flex
-from .free_length import free_length
-from .islands import compile_islands
-from .kernels import find_kernels
-from .lower import lower
-from .normalize import normalize, normalize_means
-from .recurrences import find_recurrences
-from .regions import Regions
+from .rewrite.flex import find_flex
+from .rewrite.free_length import free_length
+from .rewrite.kernels import find_kernels
+from .rewrite.normalize import normalize, normalize_means
+from .rewrite.recurrences import find_recurrences
+from .rewrite.regions import Regions
+from .rewrite.skews import gather_skews
+from .rewrite.slices import take_off
+from .rewrite.stencils import normalize_stencils
+from .rewrite.windows import Windows
 from .rounds import Clock, Regrouped, Rounds
-from .samples import Samples
 from .sizes import express_sizes
-from .skews import gather_skews
-from .slices import take_off
-from .stencils import normalize_stencils
-from .stitch import Placed, stitch
-from .validate import Validator
-from .windows import Windows
+from .split.attend import attend
+from .split.islands import compile_islands
+from .split.stitch import Placed, stitch
 
 __all__ = ["Executor", "build_plan"]
 

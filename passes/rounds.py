@@ -18,17 +18,17 @@ from torch import fx
 
 from ..options import Options
 from ..plan import Body, Segment
-from .attend import Reads
-from .cut import Cuts, Group, bytes_per_token, choose_cuts
-from .demand import AddedLater, Demands, Input, Narrow, NeededWhole, ReadKeys, demand
+from .checks.validate import Validator
 from .facts import Facts, draws_random
-from .regions import Regions
+from .rewrite.regions import Regions
+from .rewrite.windows import Windows
 from .rules.registry import Unsplittable, operands_of
 from .scope import describe, scope_of
-from .split import split
-from .stitch import Placed
-from .validate import Validator
-from .windows import Windows
+from .split.attend import Reads
+from .split.body import split
+from .split.cut import Cuts, Group, bytes_per_token, choose_cuts
+from .split.demand import AddedLater, Demands, Input, Narrow, NeededWhole, ReadKeys, demand
+from .split.stitch import Placed
 
 __all__ = ["Clock", "Regrouped", "Rounds"]
 

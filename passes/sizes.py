@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from .lower import Lowered, Region
+from .capture.lower import Lowered, Region
 
 __all__ = ["SizeWriter", "express_sizes", "quotient", "symbol_source", "write_expression"]
 

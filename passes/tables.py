@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .lower import Lowered, attribute_of, fake_mode_of
+from .capture.lower import Lowered, attribute_of, fake_mode_of
 
 __all__ = ["compute_tables", "stored_tables"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .autocast import is_autocast_on
 
-__all__ = ["WeightGradient", "linear", "unread_linear", "with_values"]
+__all__ = ["UNREAD", "WeightGradient", "linear", "product", "with_values"]
 
 _BLOCK_ELEMENTS = 2**22
 
@@ -68,8 +68,9 @@ class WeightGradient:
         return None if total is None else total.to(self._like.dtype)
 
 
-class _Linear(torch.autograd.Function):
-    """``F.linear`` in the dtype of ``x``; the weight is cast to it."""
+class _Product(torch.autograd.Function):
+    """``x @ weight + bias`` in the dtype of ``x``; the weight is cast to it. Of a ``turned`` one,
+    ``x @ weight.T + bias``."""
 
     @staticmethod
     def forward(
@@ -77,12 +78,14 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        turned: bool,
         gradient: WeightGradient | None,
         unread: bool,
     ) -> Tensor:
         weight = weight.to(x.dtype) if gradient is None else gradient.weight_in(x.dtype)
+        weight = weight if turned else weight.t()
         ctx.save_for_backward(None if gradient is None else x, weight)
-        ctx.gradient = gradient
+        ctx.gradient, ctx.turned = gradient, turned
         if unread:
             return x.new_zeros(()).expand(*x.shape[:-1], weight.shape[0])
         return F.linear(x, weight, bias)
@@ -93,36 +96,53 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         if ctx.gradient is not None:
-            ctx.gradient.add_product(rows, x.reshape(-1, x.shape[-1]))
+            pair = rows, x.reshape(-1, x.shape[-1])
+            ctx.gradient.add_product(*(pair if ctx.turned else reversed(pair)))
         for_x = grad @ weight if ctx.needs_input_grad[0] else None
         for_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return for_x, None, for_bias, None, None
+        return for_x, None, for_bias, None, None, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``; the weight's gradient goes to ``weight.seqsplit_gradient`` if there
     is one."""
-    return _linear(x, weight, bias, unread=False)
+    return _product(x, weight, bias, turned=True)
 
 
-def unread_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same where only gradients are wanted: its value may be left open, that is, zeros."""
-    return _linear(x, weight, bias, unread=True)
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight + bias``, likewise."""
+    return _product(x, weight, bias, turned=False)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, unread: bool) -> Tensor:
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, turned: bool, unread: bool = False
+) -> Tensor:
     gradient = getattr(weight, "seqsplit_gradient", None)
     plain = type(weight) in (Tensor, torch.nn.Parameter)  # other classes do their products
     ours = gradient is not None or (unread and not weight.requires_grad)
-    if not plain or not ours:
-        return F.linear(x, weight, bias)
-    if is_autocast_on(x.device):
-        if torch.float64 in (x.dtype, weight.dtype):  # which autocast leaves as they are
-            return F.linear(x, weight, bias)
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    elif x.dtype != weight.dtype:
-        return F.linear(x, weight, bias)  # says what is wrong with it
-    return _Linear.apply(x, weight, bias, gradient, unread)
+    if plain and ours and is_autocast_on(x.device):
+        # ... which leaves float64 as it is.
+        if ours := torch.float64 not in (x.dtype, weight.dtype):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+    elif x.dtype != weight.dtype:  # PyTorch says what is wrong with it
+        ours = False
+    if plain and ours:
+        return _Product.apply(x, weight, bias, turned, gradient, unread)
+    return F.linear(x, weight if turned else weight.t(), bias)
+
+
+def unread_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same as :func:`linear` where only gradients are wanted: its value may be left open, that
+    is, zeros."""
+    return _product(x, weight, bias, turned=True, unread=True)
+
+
+def unread_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same for :func:`product`."""
+    return _product(x, weight, bias, turned=False, unread=True)
+
+
+UNREAD = {linear: unread_linear, product: unread_product}
 
 
 class _WithValues(torch.autograd.Function):

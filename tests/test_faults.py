@@ -8,8 +8,8 @@ from torch import nn
 import seqsplit
 from seqsplit import primitives
 from seqsplit.errors import NotStreamedError
-from seqsplit.passes import attend, demand
 from seqsplit.passes.rules import registry
+from seqsplit.passes.split import attend, demand
 from seqsplit.placement import Chunk, Kind, Span
 
 aten = torch.ops.aten

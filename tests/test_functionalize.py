@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from compare import relative_error
 from graphs import trace
 from seqsplit.errors import CaptureError
-from seqsplit.passes.functionalize import functionalize
+from seqsplit.passes.capture.functionalize import functionalize
 
 ROWS, COLUMNS = 6, 6
 

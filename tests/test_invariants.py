@@ -11,8 +11,9 @@ from torch import nn
 import seqsplit
 from graphs import trace
 from seqsplit import primitives
-from seqsplit.passes import check, pipeline, rounds
-from seqsplit.passes.demand import Compute
+from seqsplit.passes import pipeline, rounds
+from seqsplit.passes.checks import plan as check
+from seqsplit.passes.split.demand import Compute
 from seqsplit.placement import Sum
 from seqsplit.run import chunk_bounds
 from test_regions import Sparse, sorted_groups

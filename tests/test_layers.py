@@ -44,6 +44,21 @@ def test_passes_import_only_the_vocabulary(path):
         assert not (level == 0 and name.split(".")[0] in ("seqsplit", "passes"))
 
 
+# The folders of passes: each knows those before it. What lies beside them is what they share.
+ORDER = ["trials", "stateful", "capture", "rules", "rewrite", "split", "checks"]
+
+
+@pytest.mark.parametrize("path", PASSES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_folders_of_passes_import_one_way(path):
+    inside = path.relative_to(ROOT / "passes").parts
+    if len(inside) == 1:
+        return
+    for level, name in imported(path):
+        folder = name.split(".")[0]
+        if level == 2 and folder in ORDER:
+            assert ORDER.index(folder) < ORDER.index(inside[0]), f"{path.name} imports {name}"
+
+
 @pytest.mark.parametrize("path", RUNTIME, ids=lambda p: p.name)
 def test_only_the_api_imports_passes(path):
     uses = [name for _, name in imported(path) if name.split(".")[0] == "passes"]

@@ -3,7 +3,7 @@
 import torch
 
 from graphs import trace
-from seqsplit.passes.normalize import normalize
+from seqsplit.passes.rewrite.normalize import normalize
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import seqsplit
-import seqsplit.passes.recurrences
+import seqsplit.passes.rewrite.recurrences
 from compare import Pair
 from seqsplit.primitives import Carry
 from seqsplit.recurrence import recurrence, recurrence_rows
@@ -254,7 +254,7 @@ def test_time_in_another_dim():
 @pytest.mark.parametrize("scan", [by_halves, as_higher_order_op], ids=lambda way: way.__name__)
 def test_fewer_channels_are_tried_where_there_are_many(scan, monkeypatch):
     """Enough where all channels are treated alike."""
-    monkeypatch.setattr(seqsplit.passes.recurrences, "_MOST_ELEMENTS", 2 * 2 * 13 * 2)
+    monkeypatch.setattr(seqsplit.passes.rewrite.recurrences, "_MOST_ELEMENTS", 2 * 2 * 13 * 2)
     check(scan, lengths=(13,))
 
 
@@ -277,7 +277,7 @@ def halves_of_channels_apart(gate, x):
 @pytest.mark.parametrize("scan", [turned_by_halves, halves_of_channels_apart])
 def test_channels_that_are_not_alike(scan, monkeypatch):
     """Exact, with as few elements as may be."""
-    monkeypatch.setattr(seqsplit.passes.recurrences, "_MOST_ELEMENTS", 2 * 2 * 13 * 2)
+    monkeypatch.setattr(seqsplit.passes.rewrite.recurrences, "_MOST_ELEMENTS", 2 * 2 * 13 * 2)
     pair = Pair(lambda: Gated(scan), step=step, streamed=False, chunk_size=CHUNK)
     pair.check(*batches.with_labels(2, 13))
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import recurrences
 import seqsplit
 from compare import Pair, every_output
-from seqsplit.passes import stand_in
+from seqsplit.passes.stateful import stand_in
 from zoo import batches, probe
 from zoo.weights import randomise
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import seqsplit
 from compare import assert_streamed
-from seqsplit.passes import samples
+from seqsplit.passes.checks import samples
 from zoo import HANDWRITTEN, batches, hf, probe
 
 LAYERS, CHUNK, LENGTH = 12, 5, 13

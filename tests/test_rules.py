@@ -183,7 +183,7 @@ def test_rows_hold(name):
             torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12)
 
 
-# Rows that hold and are not wanted: attention's rows are a recipe of their own (passes/demand.py).
+# Rows that hold and are not wanted: attention's rows are a recipe of their own (split/demand.py).
 NOT_WANTED = {"attention"}
 
 

@@ -17,7 +17,7 @@ from benchmarks.flops import FlopCounter
 from benchmarks.models import DecoderShape
 from seqsplit import Schedule
 from seqsplit.errors import InvalidOptionError
-from seqsplit.passes.schedule import reverse_chain
+from seqsplit.passes.split.schedule import reverse_chain
 from zoo import batches, nano
 
 SHAPE = DecoderShape(d=64, layers=6, heads=4, kv_heads=2, ff=96, vocab=211)

@@ -8,8 +8,8 @@ from torch import nn
 
 from attending import HEAD_DIM, check_probe, positions
 from graphs import output_of, trace
-from seqsplit.passes.normalize import normalize
-from seqsplit.passes.skews import gather_skews
+from seqsplit.passes.rewrite.normalize import normalize
+from seqsplit.passes.rewrite.skews import gather_skews
 
 LENGTH = 9
 

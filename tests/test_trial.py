@@ -8,7 +8,7 @@ import seqsplit
 from graphs import output_of, trace
 from seqsplit import api, errors
 from seqsplit.passes.rules import registry
-from seqsplit.passes.trial import tolerance
+from seqsplit.passes.trials.trial import tolerance
 from zoo import batches, probe
 from zoo.probe import causal
 

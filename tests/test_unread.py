@@ -11,20 +11,43 @@ import seqsplit
 from compare import compare
 from seqsplit import weights
 from seqsplit.api import handle_of
-from seqsplit.passes import unread
+from seqsplit.passes.split import unread
 from seqsplit.weights import WeightGradient
 
 VOCAB, WIDTH, HEADS, LENGTH, BATCH = 23, 16, 2, 19, 2
 
 
+class Multiplied(nn.Module):
+    """``x @ weight + bias``, the weight the other way round than in ``nn.Linear``."""
+
+    def __init__(self, width, out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, out) / width**0.5)
+        self.bias = nn.Parameter(torch.randn(out))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class InOneOp(Multiplied):
+    def forward(self, x):
+        rows = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+        return rows.view(*x.shape[:-1], -1)
+
+
+class OfRows(Multiplied):
+    def forward(self, x):
+        return torch.mm(x.flatten(0, 1), self.weight).view(*x.shape[:-1], -1) + self.bias
+
+
 class Block(nn.Module):
     """Attention and an MLP; what comes after a projection decides whether its value is read."""
 
-    def __init__(self, after_keys=None, after_mlp=None):
+    def __init__(self, after_keys=None, after_mlp=None, linear=nn.Linear):
         super().__init__()
         self.norm, self.norm_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.q, self.k, self.v, self.out = (linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = linear(WIDTH, 3 * WIDTH), linear(3 * WIDTH, WIDTH)
         self.gate = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
         self.after_keys = after_keys or (lambda block, k: k)
         self.after_mlp = after_mlp or (lambda block, y: y)
@@ -72,7 +95,7 @@ def skipped(model):
     """How many products the body of a block skips: in chunks before the last, and in that."""
     body = handle_of(model).log[0].plan.segments[0].body
     return tuple(
-        sum(node.target is weights.unread_linear for node in module.graph.nodes)
+        sum(node.target in weights.UNREAD.values() for node in module.graph.nodes)
         for module in (body.visit, body.visit_last)
     )
 
@@ -104,6 +127,13 @@ def test_the_last_product_is_computed_again_only_if_its_value_is_read(after):
     assert skipped(compared(after_mlp=function)) == (2 + spared, int(spared))
 
 
+@pytest.mark.parametrize("linear", [Multiplied, InOneOp, OfRows])
+def test_products_are_found_however_they_are_written(linear):
+    assert skipped(compared(linear=linear)) == skipped(compared()) == (3, 1)
+    body = handle_of(compared(linear=linear)).log[0].plan.segments[0].body
+    assert sum(node.target is weights.product for node in body.module.graph.nodes) == 6
+
+
 def test_dropout_after_it_draws_what_it_drew():
     dropped = build(after_mlp=lambda block, y: F.dropout(y, 0.5))
     model = seqsplit.compile(dropped, chunk_size=4, strict=True)
@@ -127,9 +157,10 @@ def test_a_value_that_is_skipped_though_it_is_read_is_caught(monkeypatch):
     assert any("does not equal the original" in reason for _, reason in report.whole)
 
 
+@pytest.mark.parametrize("of_turned", [True, False])
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_an_unread_product_has_the_gradients_of_the_product(dtype, trained):
+def test_an_unread_product_has_the_gradients_of_the_product(dtype, trained, of_turned):
     """Under autocast as well: the dtypes and the rounding are its own."""
     generator = torch.Generator().manual_seed(0)
     x, weight, bias, out = (
@@ -138,7 +169,8 @@ def test_an_unread_product_has_the_gradients_of_the_product(dtype, trained):
 
     def run(product, sums):
         leaves = [t.clone().requires_grad_() for t in (x, bias)]
-        w = weight.clone().requires_grad_(trained)
+        w = weight if of_turned else weight.t()
+        w = w.contiguous().clone().requires_grad_(trained)
         if sums and trained:
             w.seqsplit_gradient = WeightGradient(w, torch.float32)
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
@@ -149,11 +181,12 @@ def test_an_unread_product_has_the_gradients_of_the_product(dtype, trained):
             grads[-1] = w.seqsplit_gradient.take()
         return y, grads
 
-    y, expected = run(F.linear, sums=False)
-    for product in (weights.linear, weights.unread_linear):
+    ours = weights.linear if of_turned else weights.product
+    y, expected = run(F.linear if of_turned else lambda x, w, b: F.linear(x, w.t(), b), sums=False)
+    for product in (ours, weights.UNREAD[ours]):
         value, found = run(product, sums=True)
         assert (value.dtype, value.shape) == (y.dtype, y.shape)
-        assert torch.equal(value, y) is (product is weights.linear)
+        assert torch.equal(value, y) is (product is ours)
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == other.dtype
             assert torch.equal(one, other)

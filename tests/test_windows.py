@@ -9,7 +9,7 @@ from torch import nn
 
 import seqsplit
 from compare import Pair
-from seqsplit.passes.stencils import WindowedPiece
+from seqsplit.passes.rewrite.stencils import WindowedPiece
 from zoo import batches, probe
 
 BLOCK = 4

@@ -1,4 +1,4 @@
-"""Fused attention: queries are rows; which keys they need is for passes/attend.py to say."""
+"""Fused attention: queries are rows; which keys they need is for passes/split/attend.py to say."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scaled_dot_product_attention(
 ) -> Iterator[tuple[Placement, ...]]:
     """``[..., L, E], [..., S, E], [..., S, Ev]`` with a mask ``[..., L, S]``.
 
-    ``is_causal`` aligns queries and keys at the top left: passes/split.py replaces it by the
+    ``is_causal`` aligns queries and keys at the top left: passes/split/body.py replaces it by the
     alignment that a chunk of later queries needs.
     """
 
@@ -45,7 +45,7 @@ def scaled_dot_product_attention(
 
 @rule(family=lambda target: kernel_of(target) is not None)
 def kernel(operands: list[Operand], target: Any) -> Iterator[tuple[Placement, ...]]:
-    """``[B, T, H, E]``: sequences are independent. Their positions are for passes/attend.py."""
+    """``[B, T, H, E]``: sequences are independent. Their positions are for split/attend.py."""
     attends = kernel_of(target)
     if attends.dim == 1:
         split = [attends.places[role] for role in ("query", "key", "value")]

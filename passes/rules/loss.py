@@ -1,4 +1,4 @@
-"""Losses. Means were rewritten as sum divided by count before (passes/normalize.py)."""
+"""Losses. Means were rewritten as sum divided by count before (passes/rewrite/normalize.py)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from ...placement import Chunk, Placement, Whole
 from ..sizes import quotient
 from ..structure import kind_of
-from ..trial import Shape, Trial, holds
+from ..trials.trial import Shape, Trial, holds
 
 __all__ = ["probe", "takes_double"]
 
@@ -41,7 +41,7 @@ def probe(node: fx.Node, operands: Sequence[fx.Node], shape: Shape) -> Rows:
 
 
 def takes_double(node: fx.Node, operands: Sequence[fx.Node], shape: Shape) -> bool:
-    """Whether an op can be tried in float64 (see :mod:`..trial`), found by execution."""
+    """Whether an op can be tried in float64 (see :mod:`..trials.trial`), found by execution."""
     if hasattr(node.target, "in_double"):
         return node.target.in_double is not None
 

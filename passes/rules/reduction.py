@@ -21,7 +21,7 @@ Rows = Iterator[tuple[Placement, ...]]
 
 @rule(family=lambda target: recurrence_of(target) is not None)
 def recurrent() -> Rows:
-    """No rows along the sequence, which is scanned (passes/demand.py), and none along others."""
+    """No rows along the sequence, which is scanned (split/demand.py), and none along others."""
     yield from ()
 
 

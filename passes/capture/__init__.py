@@ -1,0 +1,1 @@
+"""From Dynamo's graph to one functional ATen graph."""

@@ -1,0 +1,1 @@
+"""What the passes have made, run against what it was made of."""

@@ -1,0 +1,1 @@
+"""The same graph, in ops that rules split: each module finds one way of writing something."""

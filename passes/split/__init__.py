@@ -1,0 +1,1 @@
+"""From a graph with rules to chunk bodies, and the outer graph around them."""
