@@ -67,7 +67,7 @@ def _told(message: str, stack: Sequence[FrameSummary]) -> GraphBreak:
     line = _user_line(stack)
     if message.startswith(("generic_jump", "Data-dependent branching")):
         return GraphBreak(line, *_BRANCH)
-    head, *rest = message.strip().splitlines() or [""]
+    head = message.strip().partition("\n")[0]
     told = _paragraphs("Explanation", message)
     hints = [h for h in _paragraphs("Hint", message) if not any(word in h for word in _NO_HINT)]
     why = f"{head}: {told[0]}" if told else head

@@ -19,6 +19,7 @@ import torch
 
 import seqsplit
 from seqsplit.deferred import DeferredTensor
+from zoo import batches
 
 OUTPUT_TOLERANCE = 1e-12
 GRADIENT_TOLERANCE = 1e-9
@@ -94,6 +95,16 @@ class Pair:
             own_args, own_kwargs = self.inputs((args, kwargs))
             assert_streamed(seqsplit.explain(self.run_mine, *own_args, **own_kwargs))
         return mine
+
+    def check_lengths(self, lengths, batch=2):
+        """Check on token ids with labels, of these lengths. Returns the report on the last: that
+        everything is streamed, exactly if that was asked for."""
+        for length in lengths:
+            args = batches.with_labels(batch, length)
+            self.check(*args)
+        report = seqsplit.explain(self.run_mine, *args)
+        assert report.fully_streamed == self.streamed, report
+        return report
 
     def inputs(self, tree):
         """Fresh leaf copies of all tensors in `tree`, floating ones in the pair's dtype."""

@@ -11,6 +11,7 @@ from seqsplit.errors import NotStreamedError
 from seqsplit.passes.rules import registry
 from seqsplit.passes.split import attend, demand
 from seqsplit.placement import Chunk, Kind, Span
+from zoo.blocks import OfBlocks
 
 aten = torch.ops.aten
 VOCAB, WIDTH, HEADS, T, BATCH, CHUNK = 23, 12, 2, 19, 2, 5
@@ -40,23 +41,9 @@ class Block(nn.Module):
         return x + 0.1 * torch.cummax(x, 1).values if self.scan else x
 
 
-class Model(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
 def build(**options):
     torch.manual_seed(0)
-    return Model(**options).double()
+    return OfBlocks((Block(**options) for _ in range(2)), VOCAB, WIDTH).double()
 
 
 def gradients(model, ids):

@@ -24,11 +24,7 @@ def solved(size):
 def check(build, lengths=(13,), batch=3, step=probe.step):
     """Strict, against eager; the report names the fixed length. Returns the last report."""
     pair = Pair(build, step=step, chunk_size=CHUNK)
-    for length in lengths:
-        batch_of = batches.with_labels(batch, length)
-        pair.check(*batch_of)
-    report = seqsplit.explain(pair.run_mine, *batch_of)
-    assert report.fully_streamed, report
+    report = pair.check_lengths(lengths, batch)
     assert report.fixed_length
     return report
 

@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import seqsplit
 from compare import Pair
 from seqsplit import linear_attention as op
 from seqsplit.primitives import Carry
-from zoo import batches, probe
+from zoo import probe
 
 BLOCK = 4
 CHUNK = 3
@@ -132,12 +131,7 @@ class InBlocks(nn.Module):
 def check(attend, lengths=(13, 21), streamed=True):
     """Against eager; returns the report."""
     pair = Pair(lambda: probe.build(attend()), step=probe.step, streamed=streamed, chunk_size=CHUNK)
-    for length in lengths:
-        batch = batches.with_labels(2, length)
-        pair.check(*batch)
-    report = seqsplit.explain(pair.run_mine, *batch)
-    assert report.fully_streamed == streamed, report
-    return report
+    return pair.check_lengths(lengths)
 
 
 @pytest.mark.parametrize("skip", [False, True])

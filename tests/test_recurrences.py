@@ -211,12 +211,7 @@ def step(model, ids, labels):
 def check(scan, mix=None, streamed=True, lengths=(13, 12)):
     """Against eager, and strictly in chunks or, if not ``streamed``, whole. Returns the report."""
     pair = Pair(lambda: Gated(scan, mix), step=step, streamed=streamed, chunk_size=CHUNK)
-    for length in lengths:
-        batch = batches.with_labels(2, length)
-        pair.check(*batch)
-    report = seqsplit.explain(pair.run_mine, *batch)
-    assert report.fully_streamed == streamed, report
-    return report
+    return pair.check_lengths(lengths)
 
 
 WAYS = [by_halves, stepwise, from_zero, unbound, as_higher_order_op, with_own_backward]

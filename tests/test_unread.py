@@ -13,6 +13,7 @@ from seqsplit import weights
 from seqsplit.api import handle_of
 from seqsplit.passes.split import unread
 from seqsplit.weights import WeightGradient
+from zoo.blocks import OfBlocks
 
 VOCAB, WIDTH, HEADS, LENGTH, BATCH = 23, 16, 2, 19, 2
 
@@ -63,27 +64,13 @@ class Block(nn.Module):
         return x + self.after_mlp(self, self.down(F.gelu(self.up(self.norm_mlp(x)))))
 
 
-class Model(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
 def ids():
     return torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
 def build(**options):
     torch.manual_seed(0)
-    return Model(**options).double()
+    return OfBlocks((Block(**options) for _ in range(2)), VOCAB, WIDTH).double()
 
 
 def compared(**options):
