@@ -1,190 +1,76 @@
-"""Every row of the rule table is executed: parts give parts, on distinct sizes, in float64."""
+"""The rule table, executed: every row holds, none is missing, and a wrong one would be noticed."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
+import rule_calls
 from graphs import output_of, trace
+from row_checks import Traced, assert_holds
+from rule_calls import CALLS, A, B, C, aten, x
 from seqsplit.passes.rules import registry
-from seqsplit.placement import Sum
+from seqsplit.placement import Chunk, Sum, Whole
 
-aten = torch.ops.aten
-A, B, C, D = 5, 3, 7, 2  # distinct, so that a swapped dim shows
-
-torch.manual_seed(0)
-
-
-def x(*shape):
-    return torch.randn(shape, dtype=torch.float64)
+DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool)
+# Other sizes to make the calls with: other primes, and dims of size 1.
+SIZES = ({"A": 2, "B": 7, "C": 5, "D": 3}, {"A": 1}, {"B": 1}, {"C": 1})
+# No part of the operand makes a part of the result.
+WITHOUT_ROWS = {aten.max.default}
 
 
-def ints(high, *shape):
-    return torch.randint(0, high, shape)
+def in_dtype(call, dtype):
+    """The same call on floating-point tensors of another dtype; ``None`` if it is not taken."""
 
+    def converted(t):  # no number becomes 0
+        return t > 0 if dtype == torch.bool else (3 * t).abs().ceil().to(dtype)
 
-# One call per op (or more, where its arguments change the rows).
-CALLS = {
-    "add": lambda: (aten.add.Tensor, x(A, B), x(B)),
-    "add_ones": lambda: (aten.add.Tensor, x(A, 1, C), x(B, 1)),
-    "sub_equal": lambda: (aten.sub.Tensor, x(A, B), x(A, B)),
-    "mul_scalar_tensor": lambda: (aten.mul.Tensor, x(A, B), x()),
-    "div": lambda: (aten.div.Tensor, x(A, B), x(A, 1)),
-    "where": lambda: (aten.where.self, x(A, B) > 0, x(B), x(A, 1)),
-    "masked_fill": lambda: (aten.masked_fill.Scalar, x(A, B), x(B) > 0, 0.5),
-    "silu": lambda: (aten.silu.default, x(A, B, C)),
-    "gelu": lambda: (aten.gelu.default, x(A, B)),
-    "cast": lambda: (aten.to.dtype, x(A, B), torch.float32),
-    "and": lambda: (aten.__and__.Tensor, x(A, B) > 0, x(B) > 0),
-    "mm": lambda: (aten.mm.default, x(A, B), x(B, C)),
-    "bmm": lambda: (aten.bmm.default, x(A, B, C), x(A, C, D)),
-    "mv": lambda: (aten.mv.default, x(A, B), x(B)),
-    "dot": lambda: (aten.dot.default, x(A), x(A)),
-    "cdist": lambda: (aten.cdist.default, x(A, B, 4), x(A, C, 4)),
-    "linear": lambda: (aten.linear.default, x(A, B, C), x(D, C)),
-    "linear_bias": lambda: (aten.linear.default, x(A, B, C), x(D, C), x(D)),
-    "addmm": lambda: (aten.addmm.default, x(C), x(A, B), x(B, C)),
-    "baddbmm": lambda: (aten.baddbmm.default, x(A, 1, D), x(A, B, C), x(A, C, D)),
-    "matmul": lambda: (aten.matmul.default, x(A, B, C), x(A, C, D)),
-    "matmul_broadcast": lambda: (aten.matmul.default, x(A, 1, B, C), x(D, C, B)),
-    "matmul_weight": lambda: (aten.matmul.default, x(A, B, C), x(C, D)),
-    "matmul_vector": lambda: (aten.matmul.default, x(A, B, C), x(C)),
-    "einsum": lambda: (aten.einsum.default, "bqd,bkd->bqk", [x(A, B, C), x(A, D, C)]),
-    "einsum_dots": lambda: (aten.einsum.default, "...ij,jk->...ik", [x(A, B, C), x(C, D)]),
-    "conv1d": lambda: (aten.conv1d.default, x(A, B, C), x(D, B, 1), x(D)),
-    "conv2d": lambda: (aten.conv2d.default, x(A, B, C, D), x(B, B, 1, 1)),
-    "conv2d_wide": lambda: (
-        aten.conv2d.default, x(A, B, C, D), x(B, B, 3, 1), None, [1, 1], [1, 0],
-    ),
-    "sum": lambda: (aten.sum.default, x(A, B)),
-    "sum_dims": lambda: (aten.sum.dim_IntList, x(A, B, C), [1, -1], True),
-    "mean": lambda: (aten.mean.dim, x(A, B, C), [-1]),
-    "amax": lambda: (aten.amax.default, x(A, B, C), [1]),
-    "logsumexp": lambda: (aten.logsumexp.default, x(A, B), [-1]),
-    "var_mean": lambda: (aten.var_mean.correction, x(A, B), [-1]),
-    "max_dim": lambda: (aten.max.dim, x(A, B), -1),
-    "softmax": lambda: (aten.softmax.int, x(A, B, C), -1),
-    "log_softmax": lambda: (aten.log_softmax.int, x(A, B), 1),
-    "cumsum": lambda: (aten.cumsum.default, x(A, B), -1),
-    "topk": lambda: (aten.topk.default, x(A, C), 2),
-    "sort": lambda: (aten.sort.default, x(A, C)),
-    "layer_norm": lambda: (aten.layer_norm.default, x(A, B, 7), [7], x(7), x(7)),
-    "rms_norm": lambda: (aten.rms_norm.default, x(A, B, 7), [7], x(7)),
-    "embedding": lambda: (aten.embedding.default, x(C, D), ints(C, A, B)),
-    "gather": lambda: (aten.gather.default, x(A, B, C), 2, ints(C, A, B, 2)),
-    "index_select": lambda: (aten.index_select.default, x(A, B), 1, ints(B, C)),
-    "index_pairs": lambda: (aten.index.Tensor, x(A, B, D), [ints(A, C, 1), ints(B, 4)]),
-    "index_middle": lambda: (aten.index.Tensor, x(A, B, D), [None, ints(B, C)]),
-    "one_hot": lambda: (aten.one_hot.default, ints(6, A, B), 6),
-    "cross_entropy": lambda: (aten.cross_entropy_loss.default, x(A, 7), ints(7, A), None, 2),
-    "cross_entropy_weights": lambda: (
-        aten.cross_entropy_loss.default, x(A, 7, B), ints(7, A, B), x(7).abs(), 2, 1, 0.1,
-    ),
-    "cross_entropy_none": lambda: (aten.cross_entropy_loss.default, x(A, 7), ints(7, A), None, 0),
-    "cross_entropy_soft": lambda: (
-        aten.cross_entropy_loss.default, x(A, 7), x(A, 7).softmax(-1), None, 2,
-    ),
-    "nll": lambda: (aten.nll_loss_nd.default, x(A, 7), ints(7, A), None, 2),
-    "mse": lambda: (aten.mse_loss.default, x(A, B), x(A, B), 2),
-    "kl": lambda: (aten.kl_div.default, x(A, B), x(A, B).abs(), 2),
-    "transpose": lambda: (aten.transpose.int, x(A, B, C), 0, -1),
-    "permute": lambda: (aten.permute.default, x(A, B, C), [2, 0, -2]),
-    "movedim": lambda: (aten.movedim.int, x(A, B, C), 0, -1),
-    "t": lambda: (aten.t.default, x(A, B)),
-    "unsqueeze": lambda: (aten.unsqueeze.default, x(A, B), -2),
-    "squeeze": lambda: (aten.squeeze.dim, x(A, 1, B), 1),
-    "select": lambda: (aten.select.int, x(A, B, C), 1, 2),
-    "cat": lambda: (aten.cat.default, [x(A, B), x(A, B)], 1),
-    "stack": lambda: (aten.stack.default, [x(A, B), x(A, B)], -1),
-    "split": lambda: (aten.split.Tensor, x(A, B, 6), 3, -1),
-    "chunk": lambda: (aten.chunk.default, x(A, B, 6), 3, 2),
-    "unbind": lambda: (aten.unbind.int, x(A, B, 2), -1),
-    "repeat_interleave": lambda: (aten.repeat_interleave.self_int, x(A, B, C), 2, 1),
-    "flatten": lambda: (aten.flatten.using_ints, x(A, B, C), 1, 2),
-    "pad": lambda: (aten.pad.default, x(A, B, C), [1, 2]),
-    "roll": lambda: (aten.roll.default, x(A, B, C), [1], [-1]),
-    "flip": lambda: (aten.flip.default, x(A, B), [1]),
-    "contiguous": lambda: (aten.contiguous.default, x(A, B, C)),
-    "clone": lambda: (aten.clone.default, x(A, B)),
-    "slice": lambda: (aten.slice.Tensor, x(A, B, C), 1, 1, 3),
-    "split_with_sizes": lambda: (aten.split_with_sizes.default, x(A, B, 6), [2, 4], -1),
-    "le": lambda: (aten.le.Tensor, x(A, 1), x(1, B)),
-    "ne": lambda: (aten.ne.Scalar, ints(3, A, B), 1),
-    "pow": lambda: (aten.pow.Tensor_Scalar, x(A, B), 2),
-    "clamp": lambda: (aten.clamp.default, x(A, B), -1, 1),
-    "not": lambda: (aten.bitwise_not.default, x(A, B) > 0),
-    "softplus": lambda: (aten.softplus.default, x(A, B)),
-    "floor_divide": lambda: (aten.floor_divide.default, ints(9, A, B), 2),
-    "scatter": lambda: (aten.scatter.value, x(A, B, C), 2, ints(C, A, B, 2), 0.0),
-    "glu": lambda: (aten.glu.default, x(A, B, 6), -1),
-    "group_norm": lambda: (aten.group_norm.default, x(A, 6, B), 3),
-    "addcmul": lambda: (aten.addcmul.default, x(A, B), x(B), x(A, 1)),
-    "lerp": lambda: (aten.lerp.Tensor, x(A, B), x(A, B), x(B)),
-    "norm": lambda: (aten.linalg_vector_norm.default, x(A, B, C), 2, [-1]),
-    "argmax": lambda: (aten.argmax.default, x(A, B), -1),
-    "any": lambda: (aten.any.dim, x(A, B) > 1, 1),
-    "outer": lambda: (aten.outer.default, x(A), x(B)),
-    "attention": lambda: (
-        aten.scaled_dot_product_attention.default, x(A, B, 11, 4), x(A, B, C, 4), x(A, B, C, 4),
-        x(11, C),
-    ),
-}  # fmt: skip
-
-
-def one_node(call):
-    """The call as a node with symbolic sizes, its real arguments, and its shape function."""
-    op, *arguments = call
-    leaves, spec = torch.utils._pytree.tree_flatten(arguments)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-
-    def function(*tensors):
-        filled = list(leaves)
-        for place, tensor in zip(places, tensors, strict=True):
-            filled[place] = tensor
-        return op(*torch.utils._pytree.tree_unflatten(filled, spec))
-
-    tensors = [leaves[place] for place in places]
-    lowered = trace(function, *tensors)
-    nodes = [n for n in lowered.graph.nodes if n.op == "call_function"]
-    node = next(n for n in nodes if n.target is op)
-    return node, function, tensors, lowered.shape
-
-
-def outputs(result):
-    return [result] if isinstance(result, torch.Tensor) else list(result)
-
-
-def parts(value, placement, bounds):
-    for start, end in bounds:
-        part = value
-        for dim, _ in placement.spans:
-            part = part.narrow(dim, start, end - start)
-        yield part
+    exact = not dtype.is_floating_point
+    tensors = tuple(
+        (converted(t) if exact else t.to(dtype)) if t.is_floating_point() else t
+        for t in call.tensors
+    )
+    try:
+        call.function(*tensors)
+    except (RuntimeError, IndexError, TypeError, NotImplementedError):
+        return None
+    return call.on(tensors)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_rows_hold(name):
-    node, function, tensors, shape = one_node(CALLS[name]())
-    rows = [row for row in registry.rows_of(node, shape) if not row.exact_factors]
-    assert rows, f"{name} has no rows"
-    whole = outputs(function(*tensors))
-    for row in rows:
-        split = [(t, p) for t, p in zip(tensors, row.operands, strict=True) if p.spans]
-        if not split:
-            continue
-        length = split[0][0].shape[split[0][1].spans[0][0]]
-        assert all(t.shape[p.spans[0][0]] == length for t, p in split), f"{name}: {row}"
-        bounds = [(0, 1), (1, length)] if length > 1 else [(0, 1)]
-        chunks = zip(*(parts(t, p, bounds) for t, p in zip(tensors, row.operands)), strict=True)
-        results = [outputs(function(*chunk)) for chunk in chunks]
-        for item, want in enumerate(whole):
-            pieces = [result[item] for result in results]
-            have = sum(pieces) if row.out == Sum else torch.cat(pieces, row.out.spans[0][0])
-            torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12)
+    """In several dtypes: some rows are for some of them only."""
+    call = CALLS[name]()
+    ran = 0
+    for dtype in DTYPES:
+        if (own := in_dtype(call, dtype)) is not None:
+            one = Traced(own)
+            ran += sum(assert_holds(one, row) for row in one.rows)
+    assert bool(ran) is (call.op not in WITHOUT_ROWS), f"{ran} rows of {name} were run"
 
 
-# Rows that hold and are not wanted: attention's rows are a recipe of their own (split/demand.py).
-NOT_WANTED = {"attention"}
+@pytest.mark.parametrize("name", CALLS)
+def test_rows_hold_for_other_sizes(name, monkeypatch):
+    for sizes in SIZES:
+        with monkeypatch.context() as patch:
+            for letter, size in sizes.items():
+                patch.setattr(rule_calls, letter, size)
+            try:
+                call = CALLS[name]()
+                call.function(*call.tensors)
+                one = Traced(call)
+            except (RuntimeError, IndexError, ValueError):  # not for a call of such sizes
+                continue
+            for row in one.rows:
+                assert_holds(one, row)
+
+
+# ---- Rows that are not there --------------------------------------------------------------------
+
+# Rows that hold and are not wanted: attention's and recurrences' rows along the sequence are
+# recipes of their own (split/demand.py).
+NOT_WANTED = {"attention", "recurrence", "recurrence_of_heads", "linear_attention"}
 
 
 def executed_rows(function, tensors):
@@ -228,7 +114,7 @@ def _outs(whole, pieces, length):
         except RuntimeError:
             return False
         return all(
-            have.shape == want.shape and torch.allclose(have.double(), want.double(), atol=1e-12)
+            have.shape == want.shape and torch.allclose(wide(have), wide(want), atol=1e-12)
             for have, want in zip(joined, whole)
         )
 
@@ -239,27 +125,85 @@ def _outs(whole, pieces, length):
             yield dim
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in NOT_WANTED])
+def wide(value):
+    return value if value.is_complex() else value.double()
+
+
+def outputs(result):
+    return [result] if isinstance(result, torch.Tensor) else [r for r in result if r is not None]
+
+
+def told_of(row):
+    """A row as `executed_rows` has it: the output's dim or "sum", and the operands' dims."""
+    dims = tuple(p.spans[0][0] if p.spans else "sum" if p == Sum else None for p in row.operands)
+    return ("sum" if row.out == Sum else row.out.spans[0][0], dims)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in CALLS if n not in NOT_WANTED and CALLS[n]().arguments is not None]
+)
 def test_no_row_is_missing(name):
-    node, function, tensors, shape = one_node(CALLS[name]())
-    told = set()
-    for row in registry.rows_of(node, shape):
-        dims = tuple(p.spans[0][0] if p.spans else None for p in row.operands)
-        told.add(("sum" if row.out == Sum else row.out.spans[0][0], dims))
-    missing = executed_rows(function, tensors) - told
+    call = CALLS[name]()
+    told = {told_of(row) for row in Traced(call).rows}
+    missing = executed_rows(call.function, call.tensors) - told
     assert not missing, f"{name} also splits as (output, operands): {sorted(missing, key=str)}"
 
 
-def test_a_wrong_row_would_be_noticed(monkeypatch):
-    def wrong(self):
-        from seqsplit.placement import Chunk
+# ---- Rows that are wrong ------------------------------------------------------------------------
 
-        yield Chunk(1), Chunk(1)
 
-    entry = registry._Rule(wrong, None, None)
-    monkeypatch.setitem(registry._RULES, aten.cumsum.default, entry)
-    with pytest.raises(AssertionError):
-        test_rows_hold("cumsum")
+def wrong_rows(one, row):
+    """A row with one thing changed: where the output is cut, or one operand."""
+    for out in (*map(Chunk, range(len(one.shape(one.node)))), Sum):
+        yield registry.Row(out, row.operands)
+    for index, operand in enumerate(one.operands):
+        for other in (Whole, *map(Chunk, range(len(one.shape(operand))))):
+            operands = list(row.operands)
+            operands[index] = other
+            yield registry.Row(row.out, tuple(operands))
+
+
+def is_noticed(one, row):
+    """Whether it is; raises if it is not. What splits nothing that varies cannot be run."""
+    try:
+        ran = assert_holds(one, row)
+    except (AssertionError, RuntimeError, IndexError, ValueError, UserWarning):
+        return True
+    assert not ran, f"{row} was not noticed"
+    return False
+
+
+def family_of(call):
+    """The rule that says the rows of a call."""
+    entry = registry._find(call.op)
+    return None if entry is None else entry.function
+
+
+FAMILIES = {}
+for _name in CALLS:
+    if (_family := family_of(CALLS[_name]())) is not None:
+        FAMILIES.setdefault(_family, []).append(_name)
+# Of a value that is made of sizes alone, every dim that varies may be cut: no row is wrong.
+NEVER_WRONG = {"filled"}
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.__name__ not in NEVER_WRONG])
+def test_a_wrong_row_is_noticed(family):
+    """Planted in the rule, one at a time, it fails the check that the right rows pass."""
+    noticed = 0
+    for name in FAMILIES[family][:4]:
+        call = CALLS[name]()
+        one = Traced(call)
+        right = {told_of(row) for row in one.rows}
+        right |= executed_rows(call.function, call.tensors) if call.arguments is not None else set()
+        for row in one.rows:
+            for wrong in wrong_rows(one, row):
+                if told_of(wrong) not in right:
+                    noticed += is_noticed(one, wrong)
+    assert noticed, f"no wrong row could be made for {family.__name__}"
+
+
+# ---- What is called -----------------------------------------------------------------------------
 
 
 def test_reshapes_name_the_factors_of_merged_dims():
@@ -296,3 +240,41 @@ def test_an_op_without_a_rule_is_found_by_execution():
         other = lowered.graph.call_function(mixing, (source,))
     other.meta = dict(node.meta)
     assert {row.out.spans[0][0] for row in registry.rows_of(other, lowered.shape)} == {1}
+
+
+# Ops that no rule is asked about, since what reaches the rules is functional and normalised, or
+# since they make values of numbers alone, or draw at random (tests/test_dropout.py).
+OTHERS = {
+    "without tensors": {
+        "arange.default", "arange.start", "arange.start_step", "scalar_tensor.default",
+    },
+    "become others": {
+        "_unsafe_view.default", "concat.default", "detach_.default", "expand_as.default",
+        "empty_like.default", "full_like.default", "new_empty.default", "new_full.default",
+        "new_ones.default", "new_zeros.default", "ones_like.default", "reshape_as.default",
+        "squeeze.default", "type_as.default", "view_as.default", "zeros_like.default",
+        "lift_fresh_copy.default",
+    },
+    "drawn": {"exponential_.default", "rand_like.default", "uniform_.default", "bernoulli.p"},
+}  # fmt: skip
+
+
+def test_every_captured_op_is_called():
+    lines = Path(__file__).with_name("captured_ops.txt").read_text().splitlines()
+    captured = {line for line in lines if not line.startswith("#")}
+    called = {str(CALLS[name]().op).removeprefix("aten.") for name in CALLS}
+    others = set().union(*OTHERS.values())
+    mutable = {op for op in captured if op.split(".")[0].endswith("_") and "__" not in op}
+    left = captured - called - others - mutable
+    assert not left, sorted(left)
+
+
+def test_every_rule_is_called():
+    """But those that say that there are no rows, and those of attention's kernels and of functions
+    that expose a state, which have tests of their own."""
+    rules = {entry.function for entry in registry._RULES.values()}
+    rules |= {entry.function for _, entry in registry._FAMILIES}
+    called = {family_of(CALLS[name]()) for name in CALLS}
+    assert {rule.__name__ for rule in rules - called} == {
+        "data_dependent", "final_state", "getitem", "kernel", "recurrent",
+    }  # fmt: skip

@@ -8,6 +8,7 @@
 - A slice that takes everything is what it was taken of.
 - A view becomes a reshape: a chunk of what could be viewed may lie in memory so that it cannot.
   So does taking apart a dim whose size is not fixed, which may be the sequence.
+- A squeeze names the dims that it drops: in a chunk of one row the sequence's is of size 1 too.
 - What holds nothing is no part of a ``cat`` (a cache before it is filled).
 - An op that has two names goes by the usual one; a single row that is repeated is expanded.
 """
@@ -63,6 +64,9 @@ _OTHER_NAMES = {
 }
 
 
+_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+
+
 class Writer:
     """Adds ops before a node, computing their values' shapes and dtypes."""
 
@@ -101,6 +105,8 @@ def normalize(lowered: Lowered) -> None:
             sizes = [size_of(write, node.args[1], dim) for dim in range(node.meta["val"].ndim)]
             op = aten.expand if node.target is aten.expand_as.default else aten.reshape
             _replace(node, write(op.default, node.args[0], sizes))
+        elif node.target in _SQUEEZES:
+            _replace(node, _squeezed(lowered, node))
         elif node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
         elif node.target is aten.unflatten.int and _grows(lowered, node):
@@ -144,6 +150,16 @@ def _usual_name(target: Any) -> Any:
     usual = getattr(aten, _OTHER_NAMES.get(target._schema.name.split("::")[1], ""), None)
     name = "int" if usual is aten.transpose else target._overloadname
     return getattr(usual, name, target) if usual is not None else target
+
+
+def _squeezed(lowered: Lowered, node: fx.Node) -> fx.Node:
+    source, shape, write = node.args[0], lowered.shape(node.args[0]), Writer(node)
+    asked = arguments_of(node).get("dim", list(range(len(shape))))
+    asked = [asked] if isinstance(asked, int) else asked
+    dims = sorted({dim % len(shape) for dim in asked if shape[dim] == 1} if shape else ())
+    if len(dims) > 1:
+        return write(aten.squeeze.dims, source, dims)
+    return write(aten.squeeze.dim, source, *dims) if dims else write(aten.alias.default, source)
 
 
 def _itself(node: fx.Node) -> fx.Node | None:

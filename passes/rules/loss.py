@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...placement import Chunk, Placement, Sum, Whole
+from .pointwise import broadcast
 from .registry import Operand, rule
 
 aten = torch.ops.aten
@@ -54,10 +55,5 @@ def elementwise_loss(operands: list[Operand], reduction: int, out: Any) -> Rows:
     if reduction == MEAN or any(o.shape != first.shape for o in operands[:2]):
         return
     for dim in range(first.ndim):
-        placements = [
-            Chunk(dim - (first.ndim - o.ndim))
-            if o.ndim and o.shape[dim - first.ndim] != 1
-            else Whole
-            for o in operands
-        ]
+        placements = [broadcast(operand, first, dim) for operand in operands]
         yield Sum if reduction == SUM else Chunk(dim), *placements

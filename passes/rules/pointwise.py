@@ -81,9 +81,9 @@ def broadcast(operand: Operand, out: Operand, dim: int) -> Placement:
 
 
 @rule(*_UNTAGGED, family=_is_pointwise)
-def pointwise(out: Any, operands: list[Operand], target: Any) -> Iterator[tuple[Placement, ...]]:
-    if isinstance(out, list):
-        out = out[0]
+def pointwise(
+    out: Operand, operands: list[Operand], target: Any
+) -> Iterator[tuple[Placement, ...]]:
     for dim in range(out.ndim):
         yield Chunk(dim), *(broadcast(operand, out, dim) for operand in operands)
     additive = _ADDITIVE.get(target) == len(operands)

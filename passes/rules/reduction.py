@@ -93,6 +93,13 @@ def reduce(operands: list[Operand], dim: Any, keepdim: bool = False) -> Rows:
         yield Chunk(out_dim), Chunk(in_dim)
 
 
+@rule(aten.histc.default)
+def histogram(self: Operand, min: float, max: float) -> Rows:  # noqa: A002 - the schema's names
+    """Counts add up, unless the bins depend on the largest value of all."""
+    for dim in range(self.ndim if min < max else 0):
+        yield Sum, Chunk(dim)
+
+
 @rule(
     aten.softmax.int,
     aten._softmax.default,

@@ -225,9 +225,8 @@ def _bind(function: Callable, node: fx.Node, shape: Callable) -> dict[str, Any]:
     def as_operand(value: Any) -> Any:
         if isinstance(value, fx.Node):
             held = value.meta.get("val")
-            if isinstance(held, torch.Tensor):
-                return Operand(shape(value), held.dtype)
-            return held
+            first = held[0] if isinstance(held, (tuple, list)) else held
+            return Operand(shape(value), first.dtype) if isinstance(first, torch.Tensor) else held
         if isinstance(value, (list, tuple)):
             return [as_operand(item) for item in value]
         return value

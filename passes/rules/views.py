@@ -111,16 +111,16 @@ def unsqueeze(self: Operand, dim: int) -> Rows:
         yield Chunk(own + int(own >= dim)), Chunk(own)
 
 
-@rule(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
-def squeeze(self: Operand, out: Operand, dim: Any = None) -> Rows:
-    asked = range(self.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
-    gone = {d % self.ndim for d in asked if self.shape[d] == 1}
+@rule(aten.squeeze.dim, aten.squeeze.dims)
+def squeeze(self: Operand, dim: int | list[int]) -> Rows:
+    """Of dims of size 1, and never of one that may be a chunk's (rewrite/normalize.py)."""
+    gone = {d % self.ndim for d in ([dim] if isinstance(dim, int) else dim)}
     kept = [own for own in range(self.ndim) if own not in gone]
     for out_dim, own in enumerate(kept):
         yield Chunk(out_dim), Chunk(own)
 
 
-@rule(aten.transpose.int, aten.swapaxes.default)
+@rule(aten.transpose.int)
 def transpose(operands: list[Operand], dim0: int = 0, dim1: int = 1) -> Rows:
     (x,) = operands
     order = list(range(x.ndim))
