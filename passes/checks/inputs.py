@@ -103,10 +103,7 @@ class Inputs:
         value = self._samples.input(node)
         if not node.meta.get("requires_grad"):
             return value
-        seed = self._draw * len(self._nodes) + number
-        away = random_like(value, seed)
-        scale = 0.5 / max(value.numel(), 1) ** 0.5  # a matrix of norm 0.5
-        return value * (1 + 0.1 * away.clamp(-2, 2)) + scale * away
+        return _varied(value, seed=self._draw * len(self._nodes) + number)
 
 
 class _Learning(torch.autograd.Function):
@@ -120,14 +117,30 @@ class _Learning(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        found = [gradient.norm()]
-        for seed in range(PROJECTIONS):
-            left = gradient
-            for vector in reversed(_vectors(gradient, seed)):
-                left = left @ vector
-            found.append(left)
-        ctx.sums[ctx.number] = torch.stack(found).cpu()
+        sums = gradient.unsqueeze(-1)
+        for dim in reversed(range(gradient.ndim)):
+            vectors = [_vectors(gradient, seed)[dim] for seed in range(PROJECTIONS)]
+            sums = _contracted(sums, torch.stack(vectors, 1))
+        norm = gradient.norm().unsqueeze(0)
+        ctx.sums[ctx.number] = torch.cat([norm, sums.expand(PROJECTIONS)]).cpu()
         return None, None, None, None
+
+
+def _contracted(sums: Tensor, vectors: Tensor) -> Tensor:
+    """The last dim but one, multiplied by a vector for each entry of the last, and summed."""
+    if sums.shape[-1] == 1:
+        return sums.squeeze(-1) @ vectors
+    return (sums * vectors).sum(-2)
+
+
+def _varied(value: Tensor, seed: int) -> Tensor:
+    """A value made a little different: its columns scaled, and a matrix of norm 0.5 added."""
+    if not value.ndim:
+        return value + 0.5
+    *lead, last = _vectors(value, seed)
+    scale = 0.5 * max(value.numel(), 1) ** -0.5
+    scaled = value * (1 + 0.1 * last.clamp(-2, 2))
+    return scaled.addcmul_(_product(lead, value).unsqueeze(-1), last, value=scale)
 
 
 def _vectors(like: Tensor, seed: int) -> list[Tensor]:
@@ -146,9 +159,13 @@ def _random_numbers(count: int) -> Tensor:
     return torch.randn(count, generator=generator, dtype=torch.float64)
 
 
-def random_like(like: Tensor, seed: int) -> Tensor:
-    """Random numbers of a tensor's shape, cheap ones: products of those along each dim."""
+def _product(vectors: Sequence[Tensor], like: Tensor) -> Tensor:
     product = torch.ones((), dtype=torch.float64, device=like.device)
-    for vector in _vectors(like, seed):
+    for vector in vectors:
         product = product.unsqueeze(-1) * vector
     return product
+
+
+def random_like(like: Tensor, seed: int) -> Tensor:
+    """Random numbers of a tensor's shape, cheap ones: products of those along each dim."""
+    return _product(_vectors(like, seed), like)
