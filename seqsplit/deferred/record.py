@@ -108,7 +108,7 @@ def _rearranged(
     def call(other: Tensor) -> Any:
         return func(other, *args, **kwargs)
 
-    found = rearrange(name, call, tensor._layout, tensor._node.features, args)
+    found = rearrange(name, call, tensor._layout, tensor._node, args)
     if found is None:
         return None
     if not tensor.is_wide and any(part.index is not None for part in found):
