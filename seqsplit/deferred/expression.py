@@ -171,12 +171,16 @@ class Result:
     Attributes:
         layout, features, dtype: of the tensor.
         differentiable: whether gradients flow through it to the operands.
+        shares: the number of the argument whose memory it lies in: it is a view of that.
+        is_argument: whether it is that argument itself.
     """
 
     layout: Layout
     features: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool = True
+    shares: int | None = None
+    is_argument: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,23 +77,43 @@ def deferred_in(args: Any, kwargs: Any) -> list[DeferredTensor]:
 
 def row_wise(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Record a call that treats each token by itself, as is found by trying it."""
-    given = deferred_in(args, kwargs)
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    leaves = [
+    given, (leaves, structure) = deferred_in(args, kwargs), pytree.tree_flatten((args, kwargs))
+    operands = [
         Operand(leaf._node, leaf._layout) if isinstance(leaf, DeferredTensor) else leaf
         for leaf in leaves
     ]
-    found = apply(func, leaves, structure)
+    found = apply(func, operands, structure)
     if found is None:
         return NotImplemented
     operation, returned = found
-    made = [
-        DeferredTensor.make(
+    made = []
+    for slot, result in enumerate(operation.call.results):
+        parent = None if result.shares is None else leaves[result.shares]
+        if result.is_argument and isinstance(parent, DeferredTensor):
+            made.append(parent)
+            continue
+        value = DeferredTensor.make(
             Value(operation, slot), result.layout, given[0]._options, given[0]._hidden_width
         )
-        for slot, result in enumerate(operation.call.results)
-    ]
+        if parent is not None:
+            if len(given) > 1 or parent is not given[0]:
+                return NotImplemented
+            value.be_view_of(parent, _again(func, leaves, structure, result.shares, slot))
+        made.append(value)
     return pytree.tree_unflatten(made, returned)
+
+
+def _again(
+    func: Callable, leaves: list[Any], structure: pytree.TreeSpec, place: int, slot: int
+) -> Callable[[Tensor], Tensor]:
+    """A call as a function of one of its arguments."""
+    before, behind = leaves[:place], leaves[place + 1 :]
+
+    def again(value: Tensor) -> Tensor:
+        args, kwargs = pytree.tree_unflatten([*before, value, *behind], structure)
+        return pytree.tree_leaves(func(*args, **kwargs))[slot]
+
+    return again
 
 
 def _take_total(total: Total) -> Any:
@@ -142,9 +161,10 @@ def _taken(tensor: DeferredTensor, part: Rearranged, again: Callable) -> Any:
         picked = row_wise(torch.gather, (made, -1, columns), {})
         return row_wise(torch.squeeze, (picked, -1), {})
     if part.rest is not None:
-        return row_wise(Tensor.__getitem__, (made, part.rest), {})
-    made._parent, made._again = weakref.ref(tensor), again
-    tensor._views.add(made)
+        made = row_wise(Tensor.__getitem__, (made, part.rest), {})
+        if made is NotImplemented:
+            return made
+    made.be_view_of(tensor, again)
     return made
 
 

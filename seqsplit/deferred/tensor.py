@@ -99,6 +99,11 @@ class DeferredTensor(Tensor):
         _live.add(made)
         return made
 
+    def be_view_of(self, parent: DeferredTensor, again: Callable[[Tensor], Tensor]) -> None:
+        """Lie in the memory of another tensor, from which ``again`` makes this one."""
+        self._parent, self._again = weakref.ref(parent), again
+        parent._views.add(self)
+
     @property
     def _node(self) -> Node:
         return self._recipe.node
