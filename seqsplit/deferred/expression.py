@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..autocast import Autocast
+from ..errors import StaleLogitsError, format_message
 
 __all__ = [
     "Layout",
@@ -29,6 +30,7 @@ __all__ = [
     "Result",
     "Source",
     "Value",
+    "as_seen",
     "concatenate",
     "detached",
     "select",
@@ -129,31 +131,64 @@ class Source(Node):
     Args:
         base: ``[M, *features]``.
         index: which of its rows, an integer tensor ``[N]``; all of them if ``None``.
+        like: a source whose tensor it is, as it was when that source was made.
     """
 
-    def __init__(self, base: Tensor, index: Tensor | None = None, version: int | None = None):
+    def __init__(self, base: Tensor, index: Tensor | None = None, like: Source | None = None):
         self.base, self.index = base, index
-        self.version = base._version if version is None else version
+        self.version = base._version if like is None else like.version
         self.num_rows = len(base) if index is None else len(index)
         self.features = tuple(base.shape[1:])
-        self.dtype, self.device, self.requires_grad = base.dtype, base.device, base.requires_grad
-        self.leaves = (base,) if base.requires_grad else ()
+        self.dtype, self.device = base.dtype, base.device
+        self.requires_grad = base.requires_grad if like is None else like.requires_grad
+        self.leaves = (base,) if self.requires_grad else ()
 
     def rows(self) -> Tensor:
         """The rows themselves: a view where they lie side by side."""
+        base = as_seen(self.base, self.version, self.requires_grad)
         if self.index is None:
-            return self.base
+            return base
         first = int(self.index[0]) if len(self.index) else 0
         if torch.equal(self.index, first + torch.arange(len(self.index))):
-            return self.base[first : first + len(self.index)]
-        return self.base[self.index.to(self.base.device)]
+            return base[first : first + len(self.index)]
+        return base[self.index.to(base.device)]
 
     def same_rows(self, other: Source) -> bool:
         if self.base is not other.base or self.num_rows != other.num_rows:
             return False
+        if self.requires_grad != other.requires_grad:
+            return False
         if self.index is None or other.index is None:
             return self.index is other.index
         return torch.equal(self.index, other.index)
+
+
+def as_seen(tensor: Tensor, version: int, requires_grad: bool) -> Tensor:
+    """A tensor as it was when it was recorded: without a history if it had none, though it may
+    need a gradient by now.
+
+    Raises:
+        StaleLogitsError: it was written to, or is frozen by now.
+    """
+    if tensor._version != version:
+        raise StaleLogitsError(
+            format_message(
+                "deferred values were looked at too late",
+                why=f"they are computed at first use, and a tensor of shape {list(tensor.shape)} "
+                "that they depend on has changed since",
+                fix="use them (or call .materialize() on them) before the optimizer steps",
+            )
+        )
+    if requires_grad and not tensor.requires_grad:
+        raise StaleLogitsError(
+            format_message(
+                "deferred values were looked at too late",
+                why=f"their gradient goes to a tensor of shape {list(tensor.shape)}, which was "
+                "frozen since",
+                fix="use them (or call .materialize() on them) before requires_grad changes",
+            )
+        )
+    return tensor if requires_grad or not tensor.requires_grad else tensor.detach()
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,7 +296,9 @@ class Operation:
         layouts = tuple(leaf.layout if isinstance(leaf, Operand) else None for leaf in leaves)
         self.call = Call(function, layouts, structure, tuple(results), recorded, autocast)
         self.leaves = list(leaves)
-        self.versions = {id(tensor): tensor._version for tensor in self.constants}
+        self.seen = {
+            id(tensor): (tensor._version, tensor.requires_grad) for tensor in self.constants
+        }
 
     @property
     def operands(self) -> Iterator[Operand]:
@@ -314,7 +351,7 @@ def select(node: Node, index: Tensor, memo: dict[Any, Any] | None = None) -> Nod
     if node not in memo:
         if isinstance(node, Source):
             chosen = index if node.index is None else node.index[index]
-            memo[node] = Source(node.base, chosen, node.version)
+            memo[node] = Source(node.base, chosen, node)
         else:
             operation = node.operation
             if operation not in memo:
@@ -362,6 +399,8 @@ def _concatenate_operations(
     first = operations[0]
     if not all(operation.call.alike(first.call) for operation in operations):
         return None
+    if any(operation.seen != first.seen for operation in operations):
+        return None  # the same weights, at another time
     leaves = []
     for column in zip(*(operation.leaves for operation in operations)):
         kept = column[0]
@@ -383,13 +422,18 @@ def _concatenate_operations(
     return first.on(leaves)
 
 
-def _concatenate_sources(sources: Sequence[Source]) -> Source:
+def _concatenate_sources(sources: Sequence[Source]) -> Source | None:
     base = sources[0].base
-    if any(source.base is not base for source in sources):
+    if any(source.base._version != source.version for source in sources):
+        return None
+    if any(
+        source.base is not base or source.requires_grad != sources[0].requires_grad
+        for source in sources
+    ):
         return Source(torch.cat([source.rows() for source in sources]))
     every = torch.arange(len(base))
     index = torch.cat([every if s.index is None else s.index for s in sources])
-    return Source(base, unless_all(index, len(base)), sources[0].version)
+    return Source(base, unless_all(index, len(base)), sources[0])
 
 
 def unless_all(index: Tensor, num_rows: int) -> Tensor | None:

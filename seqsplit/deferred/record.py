@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..errors import SeqsplitError, format_message
 from .expression import Operand, Value, concatenate, select
 from .rearrange import Rearranged, joining, rearrange
 from .rowwise import apply
@@ -17,19 +18,55 @@ from .tensor import DeferredTensor, current
 from .totals import Total, as_total
 from .write import ABOUT_AUTOGRAD, is_write, write
 
-__all__ = ["record"]
+__all__ = ["HOOKS", "record"]
 
 
 def record(func: Callable, args: tuple, kwargs: dict) -> Any:
     """The result of a call, deferred if it can be; ``NotImplemented`` if the tensors have to be
     computed first."""
     name = _name_of(func)
+    if name in HOOKS or func is torch.autograd.grad:
+        inputs = args[0] if name in HOOKS else kwargs.get("inputs", args[1:2])
+        _refuse_used(deferred_in(inputs, {}), name)
     if args and is_write(name) and isinstance(args[0], DeferredTensor):
         return write(func, args, kwargs, row_wise)
     args, kwargs = pytree.tree_map_only(DeferredTensor, current, (args, kwargs))
     given = deferred_in(args, kwargs)
     if not given:
         return func(*args, **kwargs)
+    recorded = _recorded(func, name, args, kwargs, given)
+    if recorded is not NotImplemented and _has_history(recorded):
+        for tensor in given:
+            tensor.is_used = True
+    return recorded
+
+
+def _refuse_used(inputs: list[DeferredTensor], name: str) -> None:
+    """Refuse to ask for the gradient of a tensor that others were derived from: theirs goes past
+    its node, straight to the hidden states."""
+    for tensor in inputs:
+        if tensor.is_used:
+            shape = list(tensor._layout.shape(tensor._node.features))
+            raise SeqsplitError(
+                format_message(
+                    f"{name} of a deferred tensor that has been used already",
+                    got=f"a tensor of shape {shape}",
+                    why="what was computed from it goes back to the hidden states at once: the "
+                    "gradient does not pass here",
+                    fix="register hooks (or call .materialize()) before it is used, or run the "
+                    "step inside `with seqsplit.disable():`",
+                )
+            )
+
+
+def _has_history(recorded: Any) -> bool:
+    leaves = pytree.tree_leaves(recorded)
+    return any(not isinstance(leaf, Tensor) or leaf.requires_grad for leaf in leaves)
+
+
+def _recorded(
+    func: Callable, name: str, args: tuple, kwargs: dict, given: list[DeferredTensor]
+) -> Any:
     if is_write(name) or name in _LOOKS or "out" in kwargs:
         return NotImplemented
     if name in _COPIES and not given[0].requires_grad:
@@ -52,13 +89,16 @@ _JOINS = ("cat", "concat", "concatenate", "stack")
 
 _COPIES = ("clone", "cpu")
 
+# What asks for the gradient of the tensor itself.
+HOOKS = {"register_hook", "retain_grad"}
+
 # What is done to the tensor itself, and not a function of its values.
 _LOOKS = {
     "__array__", "__bool__", "__contains__", "__deepcopy__", "__float__", "__format__",
     "__index__", "__int__", "__repr__", "__get__data", "__set__", "backward", "data_ptr",
-    "item", "numpy", "pin_memory", "register_hook", "register_post_accumulate_grad_hook",
-    "retain_grad", "storage", "tolist", "untyped_storage",
-    *ABOUT_AUTOGRAD,
+    "item", "numpy", "pin_memory", "register_post_accumulate_grad_hook", "storage", "tolist",
+    "untyped_storage",
+    *ABOUT_AUTOGRAD, *HOOKS,
 }  # fmt: skip
 
 
