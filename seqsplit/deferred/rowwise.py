@@ -4,7 +4,8 @@ A call on a deferred value stays deferred if one row of its result depends on on
 operands. Nothing is known of the functions beforehand: the call is run on six random rows, laid
 out as ``[2, 3]`` tokens, as ``[1, 6]``, and as six calls on one row each, in float64. If all agree
 it is row-wise. Six rows do not tell what a call does to the tenth (``x[:, 10:] = 0``), so it is
-tried with smaller numbers among its arguments too. What is found is kept for calls of the same kind.
+tried with smaller numbers among its arguments too. What is found is kept for calls of the same
+kind.
 """
 
 from __future__ import annotations
