@@ -73,8 +73,8 @@ class DeferredTensor(Tensor):
     _recipe: _Recipe
     _hidden_width: int
     _result: Tensor | None
-    _parent: weakref.ref[DeferredTensor] | None
-    _again: Callable[[Tensor], Tensor] | None  # makes it from its parent
+    # Those it is a view of, the nearest first, each with what makes this one from it.
+    _ancestors: list[tuple[weakref.ref[DeferredTensor], Callable[[Tensor], Tensor]]]
     _is_true_view: bool
     is_used: bool
     _views: weakref.WeakSet[DeferredTensor]
@@ -95,7 +95,7 @@ class DeferredTensor(Tensor):
         recorded = node.requires_grad
         made = _Recorded.apply(recipe, None, *node.leaves) if recorded else _plain(recipe)
         made._recipe, made._hidden_width = recipe, hidden_width
-        made._result = made._parent = made._again = None
+        made._result, made._ancestors = None, []
         made._is_true_view = made.is_used = False
         made._views = weakref.WeakSet()
         _live.add(made)
@@ -120,8 +120,20 @@ class DeferredTensor(Tensor):
 
     def be_view_of(self, parent: DeferredTensor, again: Callable[[Tensor], Tensor]) -> None:
         """Lie in the memory of another tensor, from which ``again`` makes this one."""
-        self._parent, self._again = weakref.ref(parent), again
-        parent._views.add(self)
+        self._ancestors = [(weakref.ref(parent), again)]
+        for ancestor, further in parent._ancestors:
+            self._ancestors.append((ancestor, functools.partial(_in_turn, further, again)))
+        for ancestor, _ in self._ancestors:
+            if ancestor() is not None:
+                ancestor()._views.add(self)
+
+    def parent(self) -> tuple[DeferredTensor, Callable[[Tensor], Tensor]] | None:
+        """The nearest tensor it is a view of that still exists, and what makes it from that."""
+        for ancestor, again in self._ancestors:
+            found = ancestor()
+            if found is not None:
+                return found, again
+        return None
 
     @property
     def _node(self) -> Node:
@@ -150,12 +162,13 @@ class DeferredTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if self._result is None and self.requires_grad and not self._node.requires_grad:
                 # An autograd function gave it away as its own: the gradient is that function's.
-                self._result = _Given.apply(self)
+                with torch.enable_grad():
+                    self._result = _Given.apply(self)
             if self._result is None:
-                parent = self._parent() if self._parent is not None else None
+                parent, again = self.parent() or (None, None)
                 if parent is not None and parent._result is not None:
                     with torch.set_grad_enabled(self._node.requires_grad):
-                        self._result, self._is_true_view = self._again(parent._result), True
+                        self._result, self._is_true_view = again(parent._result), True
                 else:
                     rows = self._recipe.rows(self._together())
                     with torch.set_grad_enabled(rows.requires_grad):
@@ -214,6 +227,10 @@ class DeferredTensor(Tensor):
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         return self.materialize().__deepcopy__(memo)
+
+
+def _in_turn(first: Callable, then: Callable, value: Tensor) -> Tensor:
+    return then(first(value))
 
 
 def _plain(recipe: _Recipe) -> DeferredTensor:

@@ -88,8 +88,8 @@ def _relatives(target: DeferredTensor) -> Iterator[DeferredTensor]:
 
 
 def _root(target: DeferredTensor) -> DeferredTensor:
-    while target._parent is not None and target._parent() is not None:
-        target = target._parent()
+    while (above := target.parent()) is not None:
+        target, _ = above
     return target
 
 
@@ -103,8 +103,8 @@ def _make_real(target: DeferredTensor, relatives: list[DeferredTensor]) -> None:
     """Compute a tensor and its views, as views of one another."""
     members = {id(member): member for member in (target, *relatives)}.values()
     for member in members:
-        parent = member._parent() if member._parent is not None else None
-        if parent is not None and member._result is not None and not member._is_true_view:
+        computed = member._result is not None and not member._is_true_view
+        if computed and member.parent() is not None:
             raise SeqsplitError(
                 format_message(
                     "a write into a deferred tensor of which a view was looked at before",
