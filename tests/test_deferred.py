@@ -562,6 +562,17 @@ def test_values_kept_over_a_step_of_the_optimizer(twins):
         logits.logsumexp(-1).sum()
 
 
+def test_an_optimizer_that_no_version_counts():
+    """Fused kernels write to weights behind autograd's back, as ``.data`` does."""
+    twins = Twins()
+    logits = twins.mine(twins.ids)
+    F.cross_entropy(*flat(logits, twins.labels)).backward()
+    for parameter in twins.mine.parameters():
+        parameter.data.sub_(0.1 * parameter.grad)
+    with pytest.raises(StaleLogitsError):
+        logits.argmax(-1).sum()
+
+
 def test_labels_that_change_after_they_were_used(twins):
     logits, labels = twins.mine(twins.ids), twins.labels.clone()
     chosen = picked(logits, labels)

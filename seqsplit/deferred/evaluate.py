@@ -18,7 +18,7 @@ from ..placement import Chunk, Placement, Sum
 from ..plan import Body, BodyInput, BodyOutput, Segment
 from ..run import chunk_bounds
 from ..runtime import run_segment
-from .expression import Call, Node, Operand, Operation, Source, as_seen
+from .expression import Call, Node, Operand, Operation, Source
 
 __all__ = ["compute", "compute_total", "fits_one_chunk"]
 
@@ -143,9 +143,9 @@ class _Writing:
         if isinstance(leaf, Operand):
             return self.place(leaf.node)
         if isinstance(leaf, Tensor):
-            version, requires_grad = operation.seen[id(leaf)]
-            key = id(leaf), requires_grad
-            if key not in self.constants:
-                self.constants[key] = as_seen(leaf, version, requires_grad)
+            seen = operation.seen[id(leaf)]
+            key = id(leaf), seen.requires_grad
+            now = seen.again(leaf)
+            self.constants.setdefault(key, now)
             return "constant", key
         return "plain", leaf

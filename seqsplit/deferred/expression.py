@@ -28,9 +28,9 @@ __all__ = [
     "Operand",
     "Operation",
     "Result",
+    "Seen",
     "Source",
     "Value",
-    "as_seen",
     "concatenate",
     "detached",
     "select",
@@ -136,16 +136,17 @@ class Source(Node):
 
     def __init__(self, base: Tensor, index: Tensor | None = None, like: Source | None = None):
         self.base, self.index = base, index
-        self.version = base._version if like is None else like.version
+        self.seen = Seen(base) if like is None else like.seen
         self.num_rows = len(base) if index is None else len(index)
         self.features = tuple(base.shape[1:])
         self.dtype, self.device = base.dtype, base.device
-        self.requires_grad = base.requires_grad if like is None else like.requires_grad
+        self.requires_grad = self.seen.requires_grad
         self.leaves = (base,) if self.requires_grad else ()
 
     def rows(self) -> Tensor:
         """The rows themselves: a view where they lie side by side."""
-        base = as_seen(self.base, self.version, self.requires_grad)
+        base = self.base  # which may have to be computed, to be seen
+        base = self.seen.again(base)
         if self.index is None:
             return base
         first = int(self.index[0]) if len(self.index) else 0
@@ -163,32 +164,63 @@ class Source(Node):
         return torch.equal(self.index, other.index)
 
 
-def as_seen(tensor: Tensor, version: int, requires_grad: bool) -> Tensor:
-    """A tensor as it was when it was recorded: without a history if it had none, though it may
-    need a gradient by now.
+class Seen:
+    """What a tensor was like when it was recorded.
 
-    Raises:
-        StaleLogitsError: it was written to, or is frozen by now.
+    Args:
+        tensor: as it is now.
+        sampled: also note some of its elements: the kernels of some optimizers, and what is done to
+            ``.data``, write without a version that counts it.
     """
-    if tensor._version != version:
-        raise StaleLogitsError(
-            format_message(
-                "deferred values were looked at too late",
-                why=f"they are computed at first use, and a tensor of shape {list(tensor.shape)} "
-                "that they depend on has changed since",
-                fix="use them (or call .materialize() on them) before the optimizer steps",
+
+    def __init__(self, tensor: Tensor, *, sampled: bool = False) -> None:
+        self.version, self.requires_grad = tensor._version, tensor.requires_grad
+        plain = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta
+        plain = plain and tensor.layout == torch.strided
+        self._sample = _sample(tensor) if sampled and plain else None
+
+    def same(self, other: Seen) -> bool:
+        """Whether two looks at one tensor saw the same."""
+        if (self.version, self.requires_grad) != (other.version, other.requires_grad):
+            return False
+        return self._sample is None or torch.equal(self._sample, other._sample)
+
+    def again(self, tensor: Tensor) -> Tensor:
+        """The tensor as it was: without a history if it had none, though it may need a gradient by
+        now.
+
+        Raises:
+            StaleLogitsError: it was written to, or is frozen by now.
+        """
+        written = tensor._version != self.version
+        if not written and self._sample is not None:
+            written = not torch.equal(self._sample, _sample(tensor))
+        if written:
+            raise StaleLogitsError(
+                format_message(
+                    "deferred values were looked at too late",
+                    why="they are computed at first use, and a tensor of shape "
+                    f"{list(tensor.shape)} that they depend on has changed since",
+                    fix="use them (or call .materialize() on them) before the optimizer steps",
+                )
             )
-        )
-    if requires_grad and not tensor.requires_grad:
-        raise StaleLogitsError(
-            format_message(
-                "deferred values were looked at too late",
-                why=f"their gradient goes to a tensor of shape {list(tensor.shape)}, which was "
-                "frozen since",
-                fix="use them (or call .materialize() on them) before requires_grad changes",
+        if self.requires_grad and not tensor.requires_grad:
+            raise StaleLogitsError(
+                format_message(
+                    "deferred values were looked at too late",
+                    why=f"their gradient goes to a tensor of shape {list(tensor.shape)}, which was "
+                    "frozen since",
+                    fix="use them (or call .materialize() on them) before requires_grad changes",
+                )
             )
-        )
-    return tensor if requires_grad or not tensor.requires_grad else tensor.detach()
+        needless = tensor.requires_grad and not self.requires_grad
+        return tensor.detach() if needless else tensor
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """The bits of a few elements from all over a tensor."""
+    spread = tuple(slice(None, None, max(1, size // 8)) for size in tensor.shape)
+    return tensor.detach()[spread].clone().reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,9 +328,7 @@ class Operation:
         layouts = tuple(leaf.layout if isinstance(leaf, Operand) else None for leaf in leaves)
         self.call = Call(function, layouts, structure, tuple(results), recorded, autocast)
         self.leaves = list(leaves)
-        self.seen = {
-            id(tensor): (tensor._version, tensor.requires_grad) for tensor in self.constants
-        }
+        self.seen = {id(tensor): Seen(tensor, sampled=True) for tensor in self.constants}
 
     @property
     def operands(self) -> Iterator[Operand]:
@@ -399,8 +429,6 @@ def _concatenate_operations(
     first = operations[0]
     if not all(operation.call.alike(first.call) for operation in operations):
         return None
-    if any(operation.seen != first.seen for operation in operations):
-        return None  # the same weights, at another time
     leaves = []
     for column in zip(*(operation.leaves for operation in operations)):
         kept = column[0]
@@ -414,6 +442,8 @@ def _concatenate_operations(
         elif isinstance(kept, Tensor):
             if any(leaf is not kept for leaf in column):
                 return None
+            if not all(o.seen[id(kept)].same(first.seen[id(kept)]) for o in operations[1:]):
+                return None  # at another time
             leaves.append(kept)
         elif any(leaf != kept for leaf in column):
             return None
@@ -424,7 +454,7 @@ def _concatenate_operations(
 
 def _concatenate_sources(sources: Sequence[Source]) -> Source | None:
     base = sources[0].base
-    if any(source.base._version != source.version for source in sources):
+    if any(source.base._version != source.seen.version for source in sources):
         return None
     if any(
         source.base is not base or source.requires_grad != sources[0].requires_grad

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ..plan import Body, Segment
 from ..primitives import Replay
 from ..runtime import run_segment
-from .expression import Layout, Operand, Source, Value, as_seen
+from .expression import Layout, Operand, Seen, Source, Value
 from .rowwise import apply
 from .tensor import DeferredTensor
 
@@ -135,22 +135,21 @@ class _Whole(Source):
     ) -> None:
         operands = call[2]
         self.index = None
-        self.version = 0
         self.num_rows, self.features = layout.num_rows, features
         self.dtype, self.device = dtype, operands[0].device
         self.leaves = tuple(operand for operand in operands if operand.requires_grad)
         self.requires_grad = bool(self.leaves) and torch.is_grad_enabled()
         self._segment, self._layout, self._call = segment, layout, call
-        self._seen = [(operand._version, operand.requires_grad) for operand in operands]
+        self._seen = [Seen(operand, sampled=operand.is_leaf) for operand in operands]
         self._base: Tensor | None = None
 
     @property
     def base(self) -> Tensor:
         if self._base is None:
             length, sizes, operands = self._call
-            operands = [as_seen(one, *seen) for one, seen in zip(operands, self._seen)]
+            operands = [seen.again(one) for one, seen in zip(operands, self._seen)]
             with torch.set_grad_enabled(self.requires_grad):
                 (value,) = run_segment(self._segment, length, sizes, operands)
                 self._base = self._layout.rows_of(value)
-            self.version = self._base._version
+            self.seen = Seen(self._base)
         return self._base
