@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -44,7 +43,8 @@ class SameValues:
 class BandedTable:
     """An input is a stored mask whose values are those of a band.
 
-    The values are looked at again only when the tensor is another one or was written to.
+    The values are looked at in every call (no version counts ``mask.data.copy_(...)``): a band is
+    the same along each diagonal, so that its first row and column tell it.
 
     Args:
         index: of the input.
@@ -54,17 +54,22 @@ class BandedTable:
 
     def __init__(self, index: int, value: Tensor, band: tuple[float, float, float]) -> None:
         self.index, self.band = index, band
-        self._seen = (weakref.ref(value), value._version)
+        self._edges = _edges(value).clone()
 
     def holds(self, inputs: Sequence[object]) -> bool:
         value = inputs[self.index]
-        known, version = self._seen
-        if known() is value and version == value._version:
-            return True
-        if band_of(value) != self.band:
-            return False
-        self._seen = (weakref.ref(value), value._version)
-        return True
+        edges = _edges(value)
+        if edges.dtype != self._edges.dtype or edges.device != self._edges.device:
+            return band_of(value) == self.band
+        if not torch.equal(edges, self._edges):  # of another size, perhaps
+            return band_of(value) == self.band
+        return torch.equal(value[..., 1:, 1:], value[..., :-1, :-1])
+
+
+def _edges(table: Tensor) -> Tensor:
+    """The first row and the first column."""
+    table = table.detach()
+    return torch.cat([table[..., 0, :], table[..., :, 0]], -1)
 
 
 def band_of(table: Tensor) -> tuple[float, float, float] | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from .held import Held, Hooks
 from .offload import from_host, to_host
 from .plan import ChainSpec
+from .refusals import check_versions
 from .run import SegmentRun
 
 __all__ = ["Chain", "Link"]
@@ -71,7 +72,9 @@ class Chain:
         self._spec = spec
         self._hooks: Hooks | None = (to_host, from_host) if spec.offload == "cpu" else None
         self._runs: dict[int, SegmentRun] = {}
-        self._constants: dict[int, dict[int, Tensor]] = {}  # by step, by operand
+        # By step, by operand, with their versions: a segment that is run again for another's sake
+        # need not have a backward of its own, in which autograd would look at them.
+        self._constants: dict[int, dict[int, tuple[Tensor, int]]] = {}
         self._entries: dict[int, Held] = {}  # activations that come from outside of the chain
         self._alive: dict[Value, Tensor] = {}  # of the forward
         self._stored: dict[int, dict[Value, Held]] = {0: {}}
@@ -89,7 +92,7 @@ class Chain:
                     self._entries[source] = Held(operand, self._hooks)
                 continue
             own.append(operand)
-            constants[index] = operand.detach()
+            constants[index] = operand.detach(), operand._version
         self._constants[step] = constants
         self.pass_by(step, outputs)
         return own
@@ -143,12 +146,12 @@ class Chain:
         return state
 
     def _run_again(self, step: int, state: dict[Value, Tensor]) -> Sequence[Tensor]:
-        constants = self._constants[step]
+        run, constants = self._runs[step], self._constants[step]
+        check_versions(list(constants.values()), run.segment.scope)
         operands = [
-            constants[index] if index in constants else self._look_up(source, state)
+            constants[index][0] if index in constants else self._look_up(source, state)
             for index, source in enumerate(self._spec.sources[step])
         ]
-        run = self._runs[step]
         return run.loops.forward_again(run, operands)
 
     def _look_up(self, source: Value | int, state: dict[Value, Tensor]) -> Tensor:

@@ -82,6 +82,22 @@ def test_a_mask_buffer_that_changes_between_calls(name):
     pair.check(*batch)
 
 
+@pytest.mark.parametrize("how", ["written to", "given other memory"])
+def test_a_mask_buffer_that_is_changed_behind_autograds_back(how):
+    """What is done to ``.data`` is counted by no version."""
+    pair = Pair(lambda: nano.build(fused=False), chunk_size=4, streamed=False)
+    batch = batches.with_labels(3, 13)
+    batch = batch[0], batch[1].clamp(min=0)
+    pair.check(*batch)
+    for model in (pair.eager, pair.mine):
+        for buffer in (b for b in model.buffers() if b.dim() == 4):
+            if how == "written to":
+                buffer.data.fill_(1)
+            else:
+                buffer.data = torch.ones_like(buffer)
+    pair.check(*batch)
+
+
 def test_mask_buffers_are_read_as_prefixes():
     """Half of the keys are read on average, in one segment per layer."""
     model = seqsplit.compile(nano.build(fused=False, layers=3), chunk_size=4)

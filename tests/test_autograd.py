@@ -508,3 +508,29 @@ def test_backward_under_no_grad_is_as_in_eager():
         return grads(model)
 
     same(nano.build, scenario)
+
+
+def test_a_gradient_asked_for_at_an_output_passes_there():
+    class WithHidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = probe.build(layers=3)
+
+        def forward(self, ids):
+            hidden = [self.inner.embed(ids)]
+            for layer in self.inner.layers:
+                hidden.append(layer(hidden[-1]))
+            hidden.append(self.inner.norm(hidden[-1]))
+            return hidden, self.inner.head(hidden[-1])
+
+    def scenario(model):
+        ids = batch()[0]
+        hidden, logits = model(ids)
+        for value in hidden:
+            value.retain_grad()
+        hidden[-1].register_hook(lambda grad: 2 * grad)
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        return grads(model) | {f"hidden {i}": _copy(h.grad) for i, h in enumerate(hidden)}
+
+    for segment_layers in (1, 2):
+        same(WithHidden, scenario, segment_layers=segment_layers)

@@ -171,7 +171,33 @@ MIXING = {
     "tokens flipped": lambda x, y: (x.flip(1).logsumexp(-1) * torch.arange(LENGTH)).sum(),
     "features rolled": lambda x, y: (x.roll(3, -1) * torch.arange(VOCAB)).sum(-1).sum(),
     "tokens rolled": lambda x, y: (x.roll(3, 1).logsumexp(-1) * torch.arange(LENGTH)).sum(),
+    # What six rows, or features of size two, do not tell:
+    "set from the tenth": lambda x, y: _set(x, slice(10, None)),
+    "set up to the fortieth": lambda x, y: _set(x, slice(None, 40)),
+    "set the last forty": lambda x, y: _set(x, slice(-40, None)),
+    "set in the middle": lambda x, y: _set(x, slice(10, -12), slice(5, 50)),
+    "triangles": lambda x, y: _weighted(x.tril(-7)) + _weighted(x.flatten(0, 1).triu(7)),
+    "tokens rolled by six": lambda x, y: _weighted(x.roll(6, 1)),
+    "rolled flat": lambda x, y: _weighted(x.roll(2)) + _weighted(x.roll(VOCAB)),
+    "features rolled by two": lambda x, y: _weighted(x.roll(2, -1)),
+    "two features": lambda x, y: _weighted(x.narrow(-1, 0, 2)) + _weighted(x.split(2, -1)[0]),
+    "two features chosen": lambda x, y: _weighted(x.index_select(-1, torch.tensor([0, 1]))),
+    "one of a set": lambda x, y: (x.logsumexp(-1) * torch.isin(x.argmax(-1), y)).sum(),
+    "a mean divided by its weights": lambda x, y: F.mse_loss(
+        x, torch.zeros_like(x), weight=torch.linspace(0.5, 2, VOCAB).double().expand(x.shape)
+    ),
 }
+
+
+def _weighted(x):
+    generator = torch.Generator().manual_seed(1)
+    return (x * torch.randn(x.shape, generator=generator).double()).sum()
+
+
+def _set(x, tokens, features=slice(None)):
+    x = x * 1
+    x[:, tokens, features] = -1.0
+    return x.logsumexp(-1).square().sum()
 
 
 def _scattered(x):
@@ -200,7 +226,9 @@ def _with_a_hole(x):
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_mixing(twins, name):
+def test_mixing(name):
+    twins = _shared()
+    twins.ids, twins.labels = batches.with_labels(BATCH, LENGTH)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MaterializedWarning)
         twins.both(MIXING[name])
@@ -307,6 +335,35 @@ def test_a_write_into_a_view_is_seen(twins):
         twins.both(function)
 
 
+SHARED = {
+    "features": lambda x: x[..., 3:9],
+    "one feature": lambda x: x.select(-1, 4),
+    "detached": lambda x: x.detach(),
+    "itself": lambda x: x.double(),
+    "a view of a view": lambda x: x[:, 3:].detach()[..., 2:5],
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_writes_are_seen_wherever_memory_is_shared(kind):
+    def into_the_view(x, y):
+        view = SHARED[kind](x)
+        view.fill_(3)
+        return x.detach().square().sum()
+
+    def into_the_whole(x, y):
+        view = SHARED[kind](x)
+        x.fill_(3)
+        return view.detach().double().square().sum()
+
+    twins = _shared()
+    twins.ids, twins.labels = batches.with_labels(BATCH, LENGTH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaterializedWarning)
+        twins.both(into_the_view, backward=False)
+        twins.both(into_the_whole, backward=False)
+
+
 def test_a_write_after_a_view_was_looked_at_is_an_error(twins):
     logits = twins.mine(twins.ids)
     head = logits[:, :3]
@@ -332,6 +389,102 @@ def test_an_autograd_function_gets_the_gradient_back(twins):
         warnings.simplefilter("ignore", MaterializedWarning)
         twins.both(lambda x, y: Doubled.apply(x))
         twins.both(lambda x, y: Doubled.apply(x.exp()))
+
+
+def test_a_write_does_not_change_the_history_of_what_was_there_before():
+    def recorded(x, y):
+        before = Doubled.apply(x)
+        x.mul_(3)
+        return before + Doubled.apply(x)
+
+    def carried_out(x, y):
+        x[:, 2:4] = 0
+        return Doubled.apply(x)
+
+    def without_gradients(x, y):
+        with torch.no_grad():
+            x.mul_(3)
+            x[:, 2:4] = 0
+        return x.logsumexp(-1).square().sum()
+
+    def looked_at(x, y):
+        rest = x[:, 1:]
+        x.softmax(1)
+        with torch.no_grad():
+            rest.softmax(1)
+        return rest.logsumexp(-1).square().sum()
+
+    def hooked(x, y):
+        x.register_hook(lambda grad: 3 * grad)
+        return Doubled.apply(x) + x.logsumexp(-1).sum()
+
+    twins = _shared()
+    twins.ids, twins.labels = batches.with_labels(BATCH, LENGTH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaterializedWarning)
+        for function in (recorded, carried_out, without_gradients, looked_at, hooked):
+            twins.both(function)
+
+
+def test_gradients_that_cannot_be_asked_for_any_more_are_refused():
+    class WithLoss(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, ids):
+            logits = self.inner(ids)
+            return logits, logits.logsumexp(-1).mean()
+
+    twins = _shared()
+    alone = twins.mine(twins.ids)
+    alone_loss = alone.logsumexp(-1).mean()
+    both = seqsplit.compile(WithLoss(probe.build().double()), chunk_size=16, head_chunk_size=CHUNK)
+    for logits, loss in ((alone, alone_loss), both(twins.ids)):
+        with pytest.raises(seqsplit.SeqsplitError, match="register_hook of a deferred tensor"):
+            logits.register_hook(lambda grad: 2 * grad)
+        with pytest.raises(seqsplit.SeqsplitError, match="has been used"):
+            logits.retain_grad()
+        with pytest.raises(seqsplit.SeqsplitError, match="has been used"):
+            torch.autograd.grad(loss, logits, allow_unused=True)
+
+
+def test_weights_frozen_or_not_as_they_were_when_logits_were_made(twins):
+    def frozen_reference(model):
+        model.requires_grad_(False)
+        reference = model(twins.ids.roll(1, 1))
+        model.requires_grad_(True)
+        log_probs = model(twins.ids).log_softmax(-1)
+        F.kl_div(log_probs, reference.softmax(-1), reduction="batchmean").backward()
+
+    def frozen_head(model):
+        model.head.requires_grad_(False)
+        logits = model(twins.ids)
+        model.head.requires_grad_(True)
+        F.cross_entropy(*flat(logits, twins.labels)).backward()
+
+    for scenario in (frozen_reference, frozen_head):
+        gradients = []
+        for model in (twins.eager, twins.mine):
+            model.zero_grad(set_to_none=True)
+            scenario(model)
+            gradients.append(gradients_of(model))
+        assert not gradient_differences(*gradients)
+    logits = twins.mine(twins.ids)
+    twins.mine.head.requires_grad_(False)
+    with pytest.raises(StaleLogitsError, match="frozen"):
+        logits.logsumexp(-1).sum()
+
+
+def test_logits_of_two_steps_are_not_joined_with_the_weights_of_one(twins):
+    with torch.no_grad():
+        before = twins.mine(ids := batches.tokens(BATCH, 400))
+        twins.mine.head.weight.mul_(2)
+        after = twins.mine(ids)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MaterializedWarning)
+            with pytest.raises(StaleLogitsError):
+                torch.cat([after, before]).logsumexp(-1).sum()
 
 
 def test_a_leaf_of_ones_own(twins):
@@ -407,6 +560,17 @@ def test_values_kept_over_a_step_of_the_optimizer(twins):
     assert torch.equal(late, expected.argmin(-1))  # computed along with what backward needed
     with pytest.raises(StaleLogitsError, match=r"materialize\(\)"):
         logits.logsumexp(-1).sum()
+
+
+def test_an_optimizer_that_no_version_counts():
+    """Fused kernels write to weights behind autograd's back, as ``.data`` does."""
+    twins = Twins()
+    logits = twins.mine(twins.ids)
+    F.cross_entropy(*flat(logits, twins.labels)).backward()
+    for parameter in twins.mine.parameters():
+        parameter.data.sub_(0.1 * parameter.grad)
+    with pytest.raises(StaleLogitsError):
+        logits.argmax(-1).sum()
 
 
 def test_labels_that_change_after_they_were_used(twins):

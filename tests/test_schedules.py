@@ -167,6 +167,26 @@ def test_frozen_layers_and_an_unfinished_backward(model):
         assert (grad - weight.grad).norm() <= 1e-9 * grad.norm()
 
 
+def test_weights_that_only_a_run_for_others_needs_are_noticed_to_have_changed(model):
+    """A gradient of later layers alone: the earlier ones are run again, and have no backward."""
+    twin = compiled(model, SCHEDULES["3 forwards"])
+    loss = twin(*make_batch(SHAPE, 37, 2))
+    weights = [next(layer.mlp.up.parameters()) for layer in twin.layers]
+    expected = torch.autograd.grad(loss, weights, retain_graph=True)
+    with torch.no_grad():
+        weights[0].mul_(2)
+    refused = 0
+    for weight, grad in zip(weights[2:], expected[2:]):
+        try:
+            (found,) = torch.autograd.grad(loss, weight, retain_graph=True)
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            refused += 1
+        else:
+            assert (found - grad).norm() <= 1e-9 * grad.norm()
+    assert refused
+
+
 def test_saved_tensor_hooks_of_the_user_are_respected(model, expected):
     put_away = []
 

@@ -103,7 +103,8 @@ def choose_cuts(
         for node in dict.fromkeys(_kept_as(facts, n, fixed) for n in alive):
             wanted[node] = min(place + 1, wanted.get(node, len(order)))
     for node in _ends(facts, order, tail):
-        wanted.setdefault(node, len(order))
+        place = _passed_on(facts, node, tail) if _kept_as(facts, node, fixed) is node else None
+        wanted[node] = min(len(order) if place is None else place, wanted.get(node, len(order)))
     # What the outer graph computes is no segment's to give.
     wanted = {n: place for n, place in wanted.items() if n not in whole and n not in tail}
 
@@ -361,3 +362,15 @@ def _ends(facts: Facts, order: list[fx.Node], tail: set[fx.Node]) -> list[fx.Nod
         for node in order
         if node in facts.stream and any(user.op == "output" or user in tail for user in node.users)
     ]
+
+
+def _passed_on(facts: Facts, node: fx.Node, tail: set[fx.Node]) -> int | None:
+    """Where a value that the caller receives is used inside, for the first time.
+
+    It exists whole anyway, and who asks for its gradient (``hidden_states[-1].retain_grad()``) is
+    to get what comes from there: it has to pass through the value that was handed out.
+    """
+    if not facts.sequence_dims(node) or not any(user.op == "output" for user in node.users):
+        return None
+    inside = [u for u in node.users if u in facts.stream and u not in tail]
+    return min((facts.position[user] for user in inside), default=None)

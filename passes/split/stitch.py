@@ -130,7 +130,8 @@ class _Stitching:
                 (value,) = item.values
                 shape = [self._expression(size) for size in self._facts.shape(value)]
                 dims = self._size_dims(item, value)
-                args = (segment, shape, value.meta["val"].dtype, length, sizes, operands, dims)
+                dtype, used = value.meta["val"].dtype, any(u.op != "output" for u in value.users)
+                args = (segment, shape, dtype, length, sizes, operands, dims, used)
                 self._new[value] = self._graph.call_function(self._executor.defer, args)
                 continue
             args = (segment, length, sizes, operands, *self._link(item))

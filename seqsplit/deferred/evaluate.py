@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import StaleLogitsError, format_message
 from ..options import Options
 from ..placement import Chunk, Placement, Sum
 from ..plan import Body, BodyInput, BodyOutput, Segment
@@ -21,7 +20,7 @@ from ..run import chunk_bounds
 from ..runtime import run_segment
 from .expression import Call, Node, Operand, Operation, Source
 
-__all__ = ["check_version", "compute", "compute_total", "fits_one_chunk"]
+__all__ = ["compute", "compute_total", "fits_one_chunk"]
 
 
 def compute(nodes: Sequence[Node], options: Options) -> Sequence[Tensor]:
@@ -104,7 +103,7 @@ class _Writing:
 
     def __init__(self) -> None:
         self.sources: list[Source] = []
-        self.constants: dict[int, Tensor] = {}
+        self.constants: dict[tuple[int, bool], Tensor] = {}
         self.steps: list[tuple[Call, list[tuple[str, Any]]]] = []
         self.width = 1
         self._numbers: dict[Any, int] = {}
@@ -122,7 +121,6 @@ class _Writing:
         if isinstance(node, Source) or computed is not None:
             source = node if isinstance(node, Source) else Source(computed)
             source.rows()  # those of a value that has to be computed whole, too
-            check_version(source.base, source.version)
             for index, other in enumerate(self.sources):
                 if source.same_rows(other):
                     return "source", index
@@ -145,20 +143,9 @@ class _Writing:
         if isinstance(leaf, Operand):
             return self.place(leaf.node)
         if isinstance(leaf, Tensor):
-            check_version(leaf, operation.versions[id(leaf)])
-            self.constants[id(leaf)] = leaf
-            return "constant", id(leaf)
+            seen = operation.seen[id(leaf)]
+            key = id(leaf), seen.requires_grad
+            now = seen.again(leaf)
+            self.constants.setdefault(key, now)
+            return "constant", key
         return "plain", leaf
-
-
-def check_version(tensor: Tensor, version: int) -> None:
-    """Refuse to compute with a tensor that was written to since it was recorded."""
-    if tensor._version != version:
-        raise StaleLogitsError(
-            format_message(
-                "deferred values were looked at too late",
-                why=f"they are computed at first use, and a tensor of shape {list(tensor.shape)} "
-                "that they depend on has changed since",
-                fix="use them (or call .materialize() on them) before the optimizer steps",
-            )
-        )

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..autocast import Autocast
+from ..errors import StaleLogitsError, format_message
 
 __all__ = [
     "Layout",
@@ -27,6 +28,7 @@ __all__ = [
     "Operand",
     "Operation",
     "Result",
+    "Seen",
     "Source",
     "Value",
     "concatenate",
@@ -129,31 +131,96 @@ class Source(Node):
     Args:
         base: ``[M, *features]``.
         index: which of its rows, an integer tensor ``[N]``; all of them if ``None``.
+        like: a source whose tensor it is, as it was when that source was made.
     """
 
-    def __init__(self, base: Tensor, index: Tensor | None = None, version: int | None = None):
+    def __init__(self, base: Tensor, index: Tensor | None = None, like: Source | None = None):
         self.base, self.index = base, index
-        self.version = base._version if version is None else version
+        self.seen = Seen(base) if like is None else like.seen
         self.num_rows = len(base) if index is None else len(index)
         self.features = tuple(base.shape[1:])
-        self.dtype, self.device, self.requires_grad = base.dtype, base.device, base.requires_grad
-        self.leaves = (base,) if base.requires_grad else ()
+        self.dtype, self.device = base.dtype, base.device
+        self.requires_grad = self.seen.requires_grad
+        self.leaves = (base,) if self.requires_grad else ()
 
     def rows(self) -> Tensor:
         """The rows themselves: a view where they lie side by side."""
+        base = self.base  # which may have to be computed, to be seen
+        base = self.seen.again(base)
         if self.index is None:
-            return self.base
+            return base
         first = int(self.index[0]) if len(self.index) else 0
         if torch.equal(self.index, first + torch.arange(len(self.index))):
-            return self.base[first : first + len(self.index)]
-        return self.base[self.index.to(self.base.device)]
+            return base[first : first + len(self.index)]
+        return base[self.index.to(base.device)]
 
     def same_rows(self, other: Source) -> bool:
         if self.base is not other.base or self.num_rows != other.num_rows:
             return False
+        if self.requires_grad != other.requires_grad:
+            return False
         if self.index is None or other.index is None:
             return self.index is other.index
         return torch.equal(self.index, other.index)
+
+
+class Seen:
+    """What a tensor was like when it was recorded.
+
+    Args:
+        tensor: as it is now.
+        sampled: also note some of its elements: the kernels of some optimizers, and what is done to
+            ``.data``, write without a version that counts it.
+    """
+
+    def __init__(self, tensor: Tensor, *, sampled: bool = False) -> None:
+        self.version, self.requires_grad = tensor._version, tensor.requires_grad
+        plain = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta
+        plain = plain and tensor.layout == torch.strided
+        self._sample = _sample(tensor) if sampled and plain else None
+
+    def same(self, other: Seen) -> bool:
+        """Whether two looks at one tensor saw the same."""
+        if (self.version, self.requires_grad) != (other.version, other.requires_grad):
+            return False
+        return self._sample is None or torch.equal(self._sample, other._sample)
+
+    def again(self, tensor: Tensor) -> Tensor:
+        """The tensor as it was: without a history if it had none, though it may need a gradient by
+        now.
+
+        Raises:
+            StaleLogitsError: it was written to, or is frozen by now.
+        """
+        written = tensor._version != self.version
+        if not written and self._sample is not None:
+            written = not torch.equal(self._sample, _sample(tensor))
+        if written:
+            raise StaleLogitsError(
+                format_message(
+                    "deferred values were looked at too late",
+                    why="they are computed at first use, and a tensor of shape "
+                    f"{list(tensor.shape)} that they depend on has changed since",
+                    fix="use them (or call .materialize() on them) before the optimizer steps",
+                )
+            )
+        if self.requires_grad and not tensor.requires_grad:
+            raise StaleLogitsError(
+                format_message(
+                    "deferred values were looked at too late",
+                    why=f"their gradient goes to a tensor of shape {list(tensor.shape)}, which was "
+                    "frozen since",
+                    fix="use them (or call .materialize() on them) before requires_grad changes",
+                )
+            )
+        needless = tensor.requires_grad and not self.requires_grad
+        return tensor.detach() if needless else tensor
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """The bits of a few elements from all over a tensor."""
+    spread = tuple(slice(None, None, max(1, size // 8)) for size in tensor.shape)
+    return tensor.detach()[spread].clone().reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,12 +238,16 @@ class Result:
     Attributes:
         layout, features, dtype: of the tensor.
         differentiable: whether gradients flow through it to the operands.
+        shares: the number of the argument whose memory it lies in: it is a view of that.
+        is_argument: whether it is that argument itself.
     """
 
     layout: Layout
     features: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool = True
+    shares: int | None = None
+    is_argument: bool = False
 
 
 @dataclass(frozen=True)
@@ -257,7 +328,7 @@ class Operation:
         layouts = tuple(leaf.layout if isinstance(leaf, Operand) else None for leaf in leaves)
         self.call = Call(function, layouts, structure, tuple(results), recorded, autocast)
         self.leaves = list(leaves)
-        self.versions = {id(tensor): tensor._version for tensor in self.constants}
+        self.seen = {id(tensor): Seen(tensor, sampled=True) for tensor in self.constants}
 
     @property
     def operands(self) -> Iterator[Operand]:
@@ -310,7 +381,7 @@ def select(node: Node, index: Tensor, memo: dict[Any, Any] | None = None) -> Nod
     if node not in memo:
         if isinstance(node, Source):
             chosen = index if node.index is None else node.index[index]
-            memo[node] = Source(node.base, chosen, node.version)
+            memo[node] = Source(node.base, chosen, node)
         else:
             operation = node.operation
             if operation not in memo:
@@ -371,6 +442,8 @@ def _concatenate_operations(
         elif isinstance(kept, Tensor):
             if any(leaf is not kept for leaf in column):
                 return None
+            if not all(o.seen[id(kept)].same(first.seen[id(kept)]) for o in operations[1:]):
+                return None  # at another time
             leaves.append(kept)
         elif any(leaf != kept for leaf in column):
             return None
@@ -379,13 +452,18 @@ def _concatenate_operations(
     return first.on(leaves)
 
 
-def _concatenate_sources(sources: Sequence[Source]) -> Source:
+def _concatenate_sources(sources: Sequence[Source]) -> Source | None:
     base = sources[0].base
-    if any(source.base is not base for source in sources):
+    if any(source.base._version != source.seen.version for source in sources):
+        return None
+    if any(
+        source.base is not base or source.requires_grad != sources[0].requires_grad
+        for source in sources
+    ):
         return Source(torch.cat([source.rows() for source in sources]))
     every = torch.arange(len(base))
     index = torch.cat([every if s.index is None else s.index for s in sources])
-    return Source(base, unless_all(index, len(base)), sources[0].version)
+    return Source(base, unless_all(index, len(base)), sources[0])
 
 
 def unless_all(index: Tensor, num_rows: int) -> Tensor | None:

@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 from ..plan import Body, Segment
 from ..primitives import Replay
 from ..runtime import run_segment
-from .evaluate import check_version
-from .expression import Layout, Operand, Source, Value
+from .expression import Layout, Operand, Seen, Source, Value
 from .rowwise import apply
 from .tensor import DeferredTensor
 
@@ -29,6 +28,7 @@ def defer(
     sizes: Sequence[int],
     operands: Sequence[Tensor],
     size_dims: Sequence[int] | None,
+    is_used: bool,
 ) -> DeferredTensor:
     """The value of a segment, to be computed as it is needed.
 
@@ -40,6 +40,7 @@ def defer(
         operands: the segment's tensors, whole.
         size_dims: for each of ``sizes``, which of the value's dims it is the size of; ``None`` if
             one of them is something else, or the value has other positions than its operands.
+        is_used: whether other segments compute something from it, too.
     """
     rows_dim = segment.body.outputs[0].placement.rows_dim
     layout = Layout.leading(shape[: rows_dim + 1])
@@ -50,6 +51,7 @@ def defer(
     if made is None:
         node = _Whole(segment, layout, features, dtype, (length, sizes, operands))
         made = DeferredTensor.make(node, layout, segment.options, 0)
+    made.is_used = is_used
     return made
 
 
@@ -133,22 +135,21 @@ class _Whole(Source):
     ) -> None:
         operands = call[2]
         self.index = None
-        self.version = 0
         self.num_rows, self.features = layout.num_rows, features
         self.dtype, self.device = dtype, operands[0].device
         self.leaves = tuple(operand for operand in operands if operand.requires_grad)
         self.requires_grad = bool(self.leaves) and torch.is_grad_enabled()
         self._segment, self._layout, self._call = segment, layout, call
-        self._versions = [operand._version for operand in operands]
+        self._seen = [Seen(operand, sampled=operand.is_leaf) for operand in operands]
         self._base: Tensor | None = None
 
     @property
     def base(self) -> Tensor:
         if self._base is None:
-            for operand, version in zip(self._call[2], self._versions):
-                check_version(operand, version)
+            length, sizes, operands = self._call
+            operands = [seen.again(one) for one, seen in zip(operands, self._seen)]
             with torch.set_grad_enabled(self.requires_grad):
-                (value,) = run_segment(self._segment, *self._call)
+                (value,) = run_segment(self._segment, length, sizes, operands)
                 self._base = self._layout.rows_of(value)
-            self.version = self._base._version
+            self.seen = Seen(self._base)
         return self._base

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .expression import Layout, unless_all
+from .expression import Layout, Node, unless_all
 
 __all__ = ["Rearranged", "joining", "rearrange"]
 
@@ -36,26 +36,27 @@ class Rearranged:
 
 
 def rearrange(
-    name: str, call: Callable, layout: Layout, features: Sequence[int], args: Sequence[Any]
+    name: str, call: Callable, layout: Layout, node: Node, args: Sequence[Any]
 ) -> list[Rearranged] | None:
     """What a call on a deferred value does to its rows; ``None`` if it does something else.
 
     Args:
         name: of the function.
         call: does it to another tensor in the value's place.
-        layout, features: of the value.
+        layout, node: of the value.
         args: the other positional arguments.
     """
+    features = node.features
     if name in _RESHAPES:
-        return _reshape(call, layout, tuple(features))
+        return _reshape(call, layout, features, node.dtype)
     if name in _PERMUTES:
         return _permute(call, layout, len(features))
     if name in ("getitem", "__getitem__"):
         if layout.is_leading:
-            return _index(layout, tuple(features), args[0])
+            return _index(layout, features, args[0])
         return _slice(layout, len(features), args[0])
     if name in _ALONG_DIM and layout.is_leading:
-        return _along_dim(call, layout, len(features))
+        return _along_dim(call, layout, features)
     return None
 
 
@@ -68,17 +69,22 @@ _PERMUTES = {
     "transpose",
 }  # fmt: skip
 _ALONG_DIM = {
-    "__iter__", "chunk", "flip", "index_select", "narrow", "roll", "select", "split",
-    "split_with_sizes", "tensor_split", "unbind", "unsafe_chunk", "unsafe_split",
+    "__iter__", "chunk", "flip", "index_select", "narrow", "select", "split", "split_with_sizes",
+    "tensor_split", "unbind", "unsafe_chunk", "unsafe_split",
 }  # fmt: skip
 
 
-def _reshape(call: Callable, layout: Layout, features: tuple[int, ...]) -> list[Rearranged] | None:
+def _reshape(
+    call: Callable, layout: Layout, features: tuple[int, ...], dtype: torch.dtype
+) -> list[Rearranged] | None:
     shape = layout.shape(features)
     try:
-        given = tuple(call(torch.empty(shape, device="meta")).shape)
+        result = call(torch.empty(shape, dtype=dtype, device="meta"))
     except RuntimeError:
         return None
+    if result.dtype != dtype:  # the bits of a number seen as something else
+        return None
+    given = tuple(result.shape)
     if given == shape:
         return [Rearranged(layout)]
     if not layout.is_leading:
@@ -113,14 +119,24 @@ def _permute(call: Callable, layout: Layout, num_features: int) -> list[Rearrang
     return [Rearranged(Layout(lead, tuple(sorted(axes))), index)]
 
 
-def _along_dim(call: Callable, layout: Layout, num_features: int) -> list[Rearranged] | None:
+def _along_dim(
+    call: Callable, layout: Layout, features: tuple[int, ...]
+) -> list[Rearranged] | None:
     """Along a dim of tokens: what it does to numbers, with features of size two that must come
-    out as they went in."""
-    twos = (2,) * num_features
-    features = torch.arange(2**num_features).reshape(twos)
-    numbers = _numbers(layout).reshape(layout.lead + (1,) * num_features) * features.numel()
+    out as they went in. (So would they if only the first two are taken of many: the real sizes
+    have to come out too.)"""
+    shape, num_features = layout.shape(features), len(features)
     try:
-        parts = _as_tuple(call(numbers + features))
+        sizes = [part.shape for part in _as_tuple(call(torch.empty(shape, device="meta")))]
+    except (RuntimeError, IndexError):
+        return None
+    if any(size[len(size) - num_features :] != features for size in sizes):
+        return None
+    twos = (2,) * num_features
+    places = torch.arange(2**num_features).reshape(twos)
+    numbers = _numbers(layout).reshape(layout.lead + (1,) * num_features) * places.numel()
+    try:
+        parts = _as_tuple(call(numbers + places))
     except (RuntimeError, IndexError):
         return None
     found = []
@@ -128,9 +144,9 @@ def _along_dim(call: Callable, layout: Layout, num_features: int) -> list[Rearra
         kept = part.shape[: part.ndim - num_features]
         if not kept or part.shape[len(kept) :] != twos:
             return None
-        if ((part % features.numel()) != features).any():
+        if ((part % places.numel()) != places).any():
             return None
-        rows = part.reshape(torch.Size(kept).numel(), -1)[:, 0] // features.numel()
+        rows = part.reshape(torch.Size(kept).numel(), -1)[:, 0] // places.numel()
         found.append(Rearranged(Layout.leading(kept), rows))
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..errors import SeqsplitError, format_message
 from .expression import Operand, Value, concatenate, select
 from .rearrange import Rearranged, joining, rearrange
 from .rowwise import apply
@@ -18,19 +18,55 @@ from .tensor import DeferredTensor, current
 from .totals import Total, as_total
 from .write import ABOUT_AUTOGRAD, is_write, write
 
-__all__ = ["record"]
+__all__ = ["HOOKS", "record"]
 
 
 def record(func: Callable, args: tuple, kwargs: dict) -> Any:
     """The result of a call, deferred if it can be; ``NotImplemented`` if the tensors have to be
     computed first."""
     name = _name_of(func)
+    if name in HOOKS or func is torch.autograd.grad:
+        inputs = args[0] if name in HOOKS else kwargs.get("inputs", args[1:2])
+        _refuse_used(deferred_in(inputs, {}), name)
     if args and is_write(name) and isinstance(args[0], DeferredTensor):
         return write(func, args, kwargs, row_wise)
     args, kwargs = pytree.tree_map_only(DeferredTensor, current, (args, kwargs))
     given = deferred_in(args, kwargs)
     if not given:
         return func(*args, **kwargs)
+    recorded = _recorded(func, name, args, kwargs, given)
+    if recorded is not NotImplemented and _has_history(recorded):
+        for tensor in given:
+            tensor.is_used = True
+    return recorded
+
+
+def _refuse_used(inputs: list[DeferredTensor], name: str) -> None:
+    """Refuse to ask for the gradient of a tensor that others were derived from: theirs goes past
+    its node, straight to the hidden states."""
+    for tensor in inputs:
+        if tensor.is_used:
+            shape = list(tensor._layout.shape(tensor._node.features))
+            raise SeqsplitError(
+                format_message(
+                    f"{name} of a deferred tensor that has been used already",
+                    got=f"a tensor of shape {shape}",
+                    why="what was computed from it goes back to the hidden states at once: the "
+                    "gradient does not pass here",
+                    fix="register hooks (or call .materialize()) before it is used, or run the "
+                    "step inside `with seqsplit.disable():`",
+                )
+            )
+
+
+def _has_history(recorded: Any) -> bool:
+    leaves = pytree.tree_leaves(recorded)
+    return any(not isinstance(leaf, Tensor) or leaf.requires_grad for leaf in leaves)
+
+
+def _recorded(
+    func: Callable, name: str, args: tuple, kwargs: dict, given: list[DeferredTensor]
+) -> Any:
     if is_write(name) or name in _LOOKS or "out" in kwargs:
         return NotImplemented
     if name in _COPIES and not given[0].requires_grad:
@@ -53,13 +89,16 @@ _JOINS = ("cat", "concat", "concatenate", "stack")
 
 _COPIES = ("clone", "cpu")
 
+# What asks for the gradient of the tensor itself.
+HOOKS = {"register_hook", "retain_grad"}
+
 # What is done to the tensor itself, and not a function of its values.
 _LOOKS = {
     "__array__", "__bool__", "__contains__", "__deepcopy__", "__float__", "__format__",
     "__index__", "__int__", "__repr__", "__get__data", "__set__", "backward", "data_ptr",
-    "item", "numpy", "pin_memory", "register_hook", "register_post_accumulate_grad_hook",
-    "retain_grad", "storage", "tolist", "untyped_storage",
-    *ABOUT_AUTOGRAD,
+    "item", "numpy", "pin_memory", "register_post_accumulate_grad_hook", "storage", "tolist",
+    "untyped_storage",
+    *ABOUT_AUTOGRAD, *HOOKS,
 }  # fmt: skip
 
 
@@ -78,23 +117,43 @@ def deferred_in(args: Any, kwargs: Any) -> list[DeferredTensor]:
 
 def row_wise(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Record a call that treats each token by itself, as is found by trying it."""
-    given = deferred_in(args, kwargs)
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    leaves = [
+    given, (leaves, structure) = deferred_in(args, kwargs), pytree.tree_flatten((args, kwargs))
+    operands = [
         Operand(leaf._node, leaf._layout) if isinstance(leaf, DeferredTensor) else leaf
         for leaf in leaves
     ]
-    found = apply(func, leaves, structure)
+    found = apply(func, operands, structure)
     if found is None:
         return NotImplemented
     operation, returned = found
-    made = [
-        DeferredTensor.make(
+    made = []
+    for slot, result in enumerate(operation.call.results):
+        parent = None if result.shares is None else leaves[result.shares]
+        if result.is_argument and isinstance(parent, DeferredTensor):
+            made.append(parent)
+            continue
+        value = DeferredTensor.make(
             Value(operation, slot), result.layout, given[0]._options, given[0]._hidden_width
         )
-        for slot, result in enumerate(operation.call.results)
-    ]
+        if parent is not None:
+            if len(given) > 1 or parent is not given[0]:
+                return NotImplemented
+            value.be_view_of(parent, _again(func, leaves, structure, result.shares, slot))
+        made.append(value)
     return pytree.tree_unflatten(made, returned)
+
+
+def _again(
+    func: Callable, leaves: list[Any], structure: pytree.TreeSpec, place: int, slot: int
+) -> Callable[[Tensor], Tensor]:
+    """A call as a function of one of its arguments."""
+    before, behind = leaves[:place], leaves[place + 1 :]
+
+    def again(value: Tensor) -> Tensor:
+        args, kwargs = pytree.tree_unflatten([*before, value, *behind], structure)
+        return pytree.tree_leaves(func(*args, **kwargs))[slot]
+
+    return again
 
 
 def _take_total(total: Total) -> Any:
@@ -108,7 +167,7 @@ def _rearranged(
     def call(other: Tensor) -> Any:
         return func(other, *args, **kwargs)
 
-    found = rearrange(name, call, tensor._layout, tensor._node.features, args)
+    found = rearrange(name, call, tensor._layout, tensor._node, args)
     if found is None:
         return None
     if not tensor.is_wide and any(part.index is not None for part in found):
@@ -142,9 +201,10 @@ def _taken(tensor: DeferredTensor, part: Rearranged, again: Callable) -> Any:
         picked = row_wise(torch.gather, (made, -1, columns), {})
         return row_wise(torch.squeeze, (picked, -1), {})
     if part.rest is not None:
-        return row_wise(Tensor.__getitem__, (made, part.rest), {})
-    made._parent, made._again = weakref.ref(tensor), again
-    tensor._views.add(made)
+        made = row_wise(Tensor.__getitem__, (made, part.rest), {})
+        if made is NotImplemented:
+            return made
+    made.be_view_of(tensor, again)
     return made
 
 

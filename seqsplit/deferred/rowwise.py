@@ -3,7 +3,9 @@
 A call on a deferred value stays deferred if one row of its result depends on one row of its
 operands. Nothing is known of the functions beforehand: the call is run on six random rows, laid
 out as ``[2, 3]`` tokens, as ``[1, 6]``, and as six calls on one row each, in float64. If all agree
-it is row-wise. What is found is kept for calls of the same kind.
+it is row-wise. Six rows do not tell what a call does to the tenth (``x[:, 10:] = 0``), so it is
+tried with smaller numbers among its arguments too. What is found is kept for calls of the same
+kind.
 """
 
 from __future__ import annotations
@@ -171,18 +173,44 @@ def _find(
     exact: bool,
 ) -> _Finding | None:
     for choice in itertools.product(*(range(len(options)) for options in readings)):
-        leaves = [options[index] for options, index in zip(readings, choice)]
-        with torch.random.fork_rng(devices=_cuda_devices(main)), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _seed(main)
-            try:
-                found = _Trial(function, leaves, structure, main, exact).run()
-            except Exception:  # whatever the function does not like about this reading
-                continue
-        if found is not None:
-            results, given = found
-            return _Finding(choice, results, given)
+        found = _try(function, readings, structure, main, exact, choice)
+        if found is None:
+            continue
+        if any(
+            _try(function, readings, structure, main, exact, other)
+            for other in _whole_instead(choice, readings)
+        ):
+            return None
+        return _Finding(choice, *found)
     return None
+
+
+def _try(
+    function: Callable,
+    readings: list[list[Any]],
+    structure: pytree.TreeSpec,
+    main: Operand,
+    exact: bool,
+    choice: Sequence[int],
+) -> tuple[tuple[Result, ...], pytree.TreeSpec] | None:
+    leaves = [options[index] for options, index in zip(readings, choice)]
+    with torch.random.fork_rng(devices=_cuda_devices(main)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _seed(main)
+        try:
+            return _Trial(function, leaves, structure, main, exact).run()
+        except Exception:  # whatever the function does not like about this reading
+            return None
+
+
+def _whole_instead(choice: Sequence[int], readings: list[list[Any]]) -> Iterator[tuple[int, ...]]:
+    """Other choices, in which a tensor that was read as one row per token is the same for all.
+
+    A function that takes it either way (``isin``) asks for a set, and six rows need not show it.
+    """
+    for place, options in enumerate(readings):
+        if choice[place] < len(options) - 1:
+            yield (*choice[:place], len(options) - 1, *choice[place + 1 :])
 
 
 def _cuda_devices(main: Operand) -> list[int]:
@@ -223,22 +251,32 @@ class _Trial:
         axes: list[set[tuple[int, ...]]] | None = None
         for _ in range(_DRAWS):
             rows = [self._draw(leaf) for leaf in self._leaves]
+            tried = [_wide(leaf) for leaf in rows] if self._exact else rows
             with torch.no_grad():
-                possible = self._compare([_wide(leaf) for leaf in rows] if self._exact else rows)
+                possible = self._compare(tried)
             if possible is None:
                 return None
             axes = possible if axes is None else [a & b for a, b in zip(axes, possible)]
         if any(not options for options in axes):
             return None
+        with torch.no_grad():
+            if any(self._mixes(numbers) for numbers in _with_smaller_numbers(tried)):
+                return None
         with torch.enable_grad(), own_saved_tensors():
             rows = [_requiring_grad(row, leaf) for row, leaf in zip(rows, self._leaves)]
-            values, given = pytree.tree_flatten(self._call(rows, self._lead_of(_ROWS), slice(None)))
+            arguments = self._arguments(rows, self._lead_of(_ROWS), slice(None))
+            values, given = pytree.tree_flatten(self._called(arguments))
         results = []
         for value, options in zip(values, axes):
             chosen = min(options)
             features = [size for dim, size in enumerate(value.shape) if dim not in chosen]
             layout = Layout(self._layout.lead, chosen)
-            results.append(Result(layout, tuple(features), value.dtype, value.requires_grad))
+            result = Result(layout, tuple(features), value.dtype, value.requires_grad)
+            shares = _shared(value, arguments)
+            if shares is not None:
+                same = value is arguments[shares]
+                result = replace(result, shares=shares, is_argument=same)
+            results.append(result)
         return tuple(results), given
 
     def _lead_of(self, num_rows: int) -> tuple[int, ...]:
@@ -255,43 +293,65 @@ class _Trial:
         return _random((_ROWS, *node.features), node.dtype, device)
 
     def _call(self, rows: list[Any], lead: tuple[int, ...], which: slice) -> Any:
-        arguments = [
+        return self._called(self._arguments(rows, lead, which))
+
+    def _arguments(self, rows: list[Any], lead: tuple[int, ...], which: slice) -> list[Any]:
+        return [
             Layout(lead, leaf.layout.axes).arrange(value[which])
             if isinstance(leaf, Operand)
             else value
             for leaf, value in zip(self._leaves, rows)
         ]
+
+    def _called(self, arguments: list[Any]) -> Any:
         args, kwargs = pytree.tree_unflatten(arguments, self._structure)
         with torch._C._EnableTorchFunction():  # as when it is computed
             return self._function(*args, **kwargs)
 
     def _compare(self, rows: list[Any]) -> list[set[tuple[int, ...]]] | None:
         """For each result, the axes along which it has one row per token."""
+        before = torch.get_rng_state()
+        judged = self._judge(rows)
+        if not torch.equal(before, torch.get_rng_state()):
+            return None  # it draws random numbers
+        if judged is None:
+            return None
+        return [{axes for axes, verdict in slot.items() if verdict} for slot in judged]
+
+    def _mixes(self, rows: list[Any]) -> bool:
+        """Whether results of the right shape hold something else than each row's own."""
+        try:
+            judged = self._judge(rows)
+        except Exception:  # these numbers are none that the function takes: nothing is learnt
+            return False
+        if judged is None:
+            return False
+        return any(False in slot.values() and True not in slot.values() for slot in judged)
+
+    def _judge(self, rows: list[Any]) -> list[dict[tuple[int, ...], bool | None]] | None:
+        """For each result and the axes that may be its tokens', whether rows agree however they
+        are laid out; ``None`` for axes of other sizes."""
         dims = len(self._layout.lead)
         full = (_ROWS,) if dims == 1 else (1,) * (dims - 2) + (2, 3)
-        before = torch.get_rng_state()
         whole = pytree.tree_leaves(self._call(rows, full, slice(None)))
         flat = pytree.tree_leaves(self._call(rows, self._lead_of(_ROWS), slice(None)))
         single = [
             pytree.tree_leaves(self._call(rows, self._lead_of(1), slice(row, row + 1)))
             for row in range(_ROWS)
         ]
-        if not torch.equal(before, torch.get_rng_state()):
-            return None  # it draws random numbers
         if not whole or not all(isinstance(value, Tensor) for value in whole):
             return None
-        found = []
+        judged = []
         for slot, value in enumerate(whole):
             options = {tuple(range(dims)), self._layout.axes}
-            found.append(
-                {
-                    axes
-                    for axes in options
-                    if _agree(value, full, axes, [flat[slot]], self._lead_of(_ROWS))
-                    and _agree(value, full, axes, [s[slot] for s in single], self._lead_of(1))
-                }
-            )
-        return found
+            verdicts = {}
+            for axes in options:
+                in_one = _agree(value, full, axes, [flat[slot]], self._lead_of(_ROWS))
+                singly = _agree(value, full, axes, [s[slot] for s in single], self._lead_of(1))
+                fits = in_one is not None and singly is not None
+                verdicts[axes] = in_one and singly if fits else None
+            judged.append(verdicts)
+        return judged
 
 
 def _random(shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
@@ -315,15 +375,15 @@ def _agree(
     axes: tuple[int, ...],
     parts: list[Tensor],
     part_lead: tuple[int, ...],
-) -> bool:
+) -> bool | None:
     if not _has_lead(value, lead, axes):
-        return False
+        return None
     if not all(_has_lead(part, part_lead, axes) for part in parts):
-        return False
+        return None
     whole = Layout(lead, axes).rows_of(value)
     joined = torch.cat([Layout(part_lead, axes).rows_of(part) for part in parts])
     if whole.shape != joined.shape or whole.dtype != joined.dtype:
-        return False
+        return None
     if not whole.is_floating_point():
         return torch.equal(whole, joined)
     scale = 1e3 * torch.finfo(whole.dtype).eps  # of the dtype it was tried in
@@ -334,6 +394,48 @@ def _agree(
 
 def _has_lead(value: Tensor, lead: tuple[int, ...], axes: tuple[int, ...]) -> bool:
     return value.ndim > max(axes) and tuple(value.shape[axis] for axis in axes) == lead
+
+
+def _with_smaller_numbers(leaves: Sequence[Any]) -> Iterator[list[Any]]:
+    """The same arguments with whole numbers that reach beyond the rows of a trial made small: one
+    by one, in pairs if there are few of them, and all of them."""
+    large = sorted({abs(n) for leaf in leaves for n in _numbers_in(leaf) if abs(n) >= _ROWS})
+    groups = [(number,) for number in large]
+    if len(large) <= _ROWS:
+        groups += itertools.combinations(large, 2)
+    for group in dict.fromkeys((*groups, tuple(large))):
+        if group:
+            small = {number: rank for rank, number in enumerate(group, 1)}
+            yield [_replaced(leaf, small) for leaf in leaves]
+
+
+def _numbers_in(leaf: Any) -> list[int]:
+    if isinstance(leaf, slice):
+        leaf = (leaf.start, leaf.stop, leaf.step)
+    parts = leaf if isinstance(leaf, tuple) else (leaf,)
+    return [part for part in parts if isinstance(part, int) and not isinstance(part, bool)]
+
+
+def _replaced(leaf: Any, small: dict[int, int]) -> Any:
+    def one(number: Any) -> Any:
+        if not _numbers_in(number) or abs(number) not in small:
+            return number
+        return small[abs(number)] if number > 0 else -small[abs(number)]
+
+    if isinstance(leaf, slice):
+        return slice(one(leaf.start), one(leaf.stop), one(leaf.step))
+    return one(leaf) if isinstance(leaf, int) else leaf
+
+
+def _shared(value: Tensor, arguments: Sequence[Any]) -> int | None:
+    """Which argument's memory a result lies in."""
+    if type(value) is not Tensor:
+        return None
+    memory = value.untyped_storage()._cdata
+    for place, argument in enumerate(arguments):
+        if type(argument) is Tensor and argument.untyped_storage()._cdata == memory:
+            return place
+    return None
 
 
 def _telling_rows(node: Source) -> Tensor:

@@ -32,9 +32,9 @@ __all__ = ["DeferredTensor", "current", "look"]
 _live: weakref.WeakSet[DeferredTensor] = weakref.WeakSet()
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Recipe:
-    """How a deferred tensor is computed; a write into it changes ``node``."""
+    """How a deferred tensor is computed; a write into it gives it another one."""
 
     node: Node
     layout: Layout
@@ -67,14 +67,16 @@ class DeferredTensor(Tensor):
 
     Attributes:
         is_wide: whether it is larger than the hidden states that it is computed from.
+        is_used: whether others were derived from it whose history leaves its own node out.
     """
 
     _recipe: _Recipe
     _hidden_width: int
     _result: Tensor | None
-    _parent: weakref.ref[DeferredTensor] | None
-    _again: Callable[[Tensor], Tensor] | None  # makes it from its parent
+    # Those it is a view of, the nearest first, each with what makes this one from it.
+    _ancestors: list[tuple[weakref.ref[DeferredTensor], Callable[[Tensor], Tensor]]]
     _is_true_view: bool
+    is_used: bool
     _views: weakref.WeakSet[DeferredTensor]
 
     @staticmethod
@@ -91,13 +93,47 @@ class DeferredTensor(Tensor):
             node = detached(node)  # a slice that is taken under no_grad has no history
         recipe = _Recipe(node, layout, options)
         recorded = node.requires_grad
-        made = _Recorded.apply(recipe, *node.leaves) if recorded else _plain(recipe)
+        made = _Recorded.apply(recipe, None, *node.leaves) if recorded else _plain(recipe)
         made._recipe, made._hidden_width = recipe, hidden_width
-        made._result = made._parent = made._again = None
-        made._is_true_view = False
+        made._result, made._ancestors = None, []
+        made._is_true_view = made.is_used = False
         made._views = weakref.WeakSet()
         _live.add(made)
         return made
+
+    def rewrite(self, node: Node) -> None:
+        """Have other values from now on; who has used the old ones keeps their history."""
+        self._recipe = _Recipe(node, self._layout, self._options)
+        if torch.is_grad_enabled() and node.requires_grad:
+            _Recorded.apply(self._recipe, self, *node.leaves)
+            self.is_used = False
+
+    def own_result(self) -> None:
+        """Compute it as a tensor that is nobody else's, and may be written to."""
+        with torch.set_grad_enabled(self.materialize().requires_grad):
+            self._result = self._result.clone()
+
+    def follow_result(self) -> None:
+        """Have the history of the computed tensor, which is no longer that of the recipe."""
+        if self._result.requires_grad and self.requires_grad:
+            _Following.apply(self, self._result)
+
+    def be_view_of(self, parent: DeferredTensor, again: Callable[[Tensor], Tensor]) -> None:
+        """Lie in the memory of another tensor, from which ``again`` makes this one."""
+        self._ancestors = [(weakref.ref(parent), again)]
+        for ancestor, further in parent._ancestors:
+            self._ancestors.append((ancestor, functools.partial(_in_turn, further, again)))
+        for ancestor, _ in self._ancestors:
+            if ancestor() is not None:
+                ancestor()._views.add(self)
+
+    def parent(self) -> tuple[DeferredTensor, Callable[[Tensor], Tensor]] | None:
+        """The nearest tensor it is a view of that still exists, and what makes it from that."""
+        for ancestor, again in self._ancestors:
+            found = ancestor()
+            if found is not None:
+                return found, again
+        return None
 
     @property
     def _node(self) -> Node:
@@ -126,11 +162,13 @@ class DeferredTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if self._result is None and self.requires_grad and not self._node.requires_grad:
                 # An autograd function gave it away as its own: the gradient is that function's.
-                self._result = _Given.apply(self)
+                with torch.enable_grad():
+                    self._result = _Given.apply(self)
             if self._result is None:
-                parent = self._parent() if self._parent is not None else None
+                parent, again = self.parent() or (None, None)
                 if parent is not None and parent._result is not None:
-                    self._result, self._is_true_view = self._again(parent._result), True
+                    with torch.set_grad_enabled(self._node.requires_grad):
+                        self._result, self._is_true_view = again(parent._result), True
                 else:
                     rows = self._recipe.rows(self._together())
                     with torch.set_grad_enabled(rows.requires_grad):
@@ -163,13 +201,17 @@ class DeferredTensor(Tensor):
             if func in _METADATA:
                 computed = args[0]._result
                 return func(args[0] if computed is None else computed, *args[1:], **kwargs)
-            from .record import record  # which makes deferred tensors
+            from .record import HOOKS, record  # which makes deferred tensors
 
             recorded = record(func, args, kwargs)
             if recorded is not NotImplemented:
                 return recorded
-            computed = functools.partial(look, name=getattr(func, "__name__", str(func)))
+            name = getattr(func, "__name__", str(func))
+            computed = functools.partial(look, name=name)
+            asked = args[0] if name in HOOKS else None
             args, kwargs = pytree.tree_map_only(DeferredTensor, computed, (args, kwargs))
+            if asked is not None:
+                asked.follow_result()  # for whoever bypasses the recording, too
         return func(*args, **kwargs)
 
     @classmethod
@@ -187,6 +229,10 @@ class DeferredTensor(Tensor):
         return self.materialize().__deepcopy__(memo)
 
 
+def _in_turn(first: Callable, then: Callable, value: Tensor) -> Tensor:
+    return then(first(value))
+
+
 def _plain(recipe: _Recipe) -> DeferredTensor:
     node, shape = recipe.node, recipe.layout.shape(recipe.node.features)
     return Tensor._make_wrapper_subclass(
@@ -199,15 +245,41 @@ class _Recorded(torch.autograd.Function):
     at its values: autograd itself, and functions that bypass the recording."""
 
     @staticmethod
-    def forward(ctx: Any, recipe: _Recipe, *leaves: Tensor) -> DeferredTensor:
+    def forward(
+        ctx: Any, recipe: _Recipe, written: DeferredTensor | None, *leaves: Tensor
+    ) -> DeferredTensor:
         ctx.recipe, ctx.leaves = recipe, leaves
-        return _plain(recipe)
+        ctx.set_materialize_grads(False)
+        if written is None:
+            return _plain(recipe)
+        ctx.mark_dirty(written)
+        return written
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, ...]:
+        if cotangent is None:  # it was written to before anyone used it
+            return None, None, *(None for _ in ctx.leaves)
+        kept = ctx.recipe.node.computed is not None  # others go back through its history, too
         with torch.enable_grad():
             value = ctx.recipe.layout.arrange(ctx.recipe.rows())
-        return None, *torch.autograd.grad(value, ctx.leaves, cotangent, allow_unused=True)
+        grads = torch.autograd.grad(
+            value, ctx.leaves, cotangent, allow_unused=True, retain_graph=kept
+        )
+        return None, None, *grads
+
+
+class _Following(torch.autograd.Function):
+    """Ties a deferred tensor to its computed one, which was changed."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DeferredTensor, result: Tensor) -> DeferredTensor:
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor | None) -> tuple[None, Tensor | None]:
+        return None, cotangent
 
 
 class _Given(torch.autograd.Function):

@@ -54,7 +54,8 @@ def as_total(func: Callable, name: str, args: tuple, kwargs: dict) -> Total | No
     if reduction not in ("sum", "mean", "batchmean"):
         return None
     given["reduction"] = "none"
-    return Total(func, bound.args, bound.kwargs, _divisor(func, reduction, given))
+    divisor = _divisor(func, reduction, given)
+    return None if divisor is None else Total(func, bound.args, bound.kwargs, divisor)
 
 
 def _plain(name: str, args: tuple, kwargs: dict) -> Total | None:
@@ -77,14 +78,19 @@ def _signature(func: Callable) -> inspect.Signature | None:
         return None
 
 
-def _divisor(func: Callable, reduction: str, given: dict[str, Any]) -> Callable:
+def _divisor(func: Callable, reduction: str, given: dict[str, Any]) -> Callable | None:
+    """What the sum is divided by; ``None`` if each function has its own idea of that."""
     if reduction == "sum":
         return _one
     if reduction == "batchmean":
         return lambda per_token: given["input"].shape[0]
-    target = given.get("target")
-    if func in (F.cross_entropy, F.nll_loss) and not target.is_floating_point():
+    if func in (F.cross_entropy, F.nll_loss):
+        target = given["target"]
+        if target.is_floating_point():
+            return Tensor.numel
         return lambda per_token: _num_counted(target, given["ignore_index"], given["weight"])
+    if given.get("weight") is not None or "ignore_index" in given:
+        return None  # the mean of mse_loss is divided by its weights, that of huber_loss is not
     return Tensor.numel
 
 

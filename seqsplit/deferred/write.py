@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -47,14 +48,16 @@ def write(func: Callable, args: tuple, kwargs: dict, row_wise: Callable) -> Any:
     if target._result is None and not relatives:
         made = row_wise(_without_writing(func), args, kwargs)
         if made is not NotImplemented and _replaces(made, target):
-            target._recipe.node = made._node
+            target.rewrite(made._node)
             return target
-        target._result = target.materialize().clone()
+        target.own_result()
     elif relatives:
         _make_real(target, relatives)
     computed = functools.partial(look, name=getattr(func, "__name__", str(func)))
     others, kwargs = pytree.tree_map_only(DeferredTensor, computed, (others, kwargs))
     func(target._result, *others, **kwargs)
+    for member in (target, *relatives):
+        member.follow_result()
     return target._result
 
 
@@ -76,6 +79,7 @@ def _replaces(made: DeferredTensor, target: DeferredTensor) -> bool:
         and made._node.features == target._node.features
         and made._node.dtype == target._node.dtype
         and all(id(leaf) in known for leaf in made._node.leaves)
+        and (made._node.requires_grad == target.requires_grad or not torch.is_grad_enabled())
     )
 
 
@@ -84,8 +88,8 @@ def _relatives(target: DeferredTensor) -> Iterator[DeferredTensor]:
 
 
 def _root(target: DeferredTensor) -> DeferredTensor:
-    while target._parent is not None and target._parent() is not None:
-        target = target._parent()
+    while (above := target.parent()) is not None:
+        target, _ = above
     return target
 
 
@@ -99,8 +103,8 @@ def _make_real(target: DeferredTensor, relatives: list[DeferredTensor]) -> None:
     """Compute a tensor and its views, as views of one another."""
     members = {id(member): member for member in (target, *relatives)}.values()
     for member in members:
-        parent = member._parent() if member._parent is not None else None
-        if parent is not None and member._result is not None and not member._is_true_view:
+        computed = member._result is not None and not member._is_true_view
+        if computed and member.parent() is not None:
             raise SeqsplitError(
                 format_message(
                     "a write into a deferred tensor of which a view was looked at before",
@@ -110,6 +114,6 @@ def _make_real(target: DeferredTensor, relatives: list[DeferredTensor]) -> None:
             )
     root = _root(target)
     if root._result is None:
-        root._result = root.materialize().clone()
+        root.own_result()
     for member in _family(root):
         member.materialize()
