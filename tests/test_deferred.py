@@ -364,6 +364,20 @@ def test_writes_are_seen_wherever_memory_is_shared(kind):
         twins.both(into_the_whole, backward=False)
 
 
+def test_a_write_is_seen_by_a_view_of_what_is_gone():
+    def function(x, y):
+        before = x.detach()
+        x = x[:, 1:]
+        x.div_(2)
+        return before.logsumexp(-1).square().sum()
+
+    twins = _shared()
+    twins.ids, twins.labels = batches.with_labels(BATCH, LENGTH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaterializedWarning)
+        twins.both(function, backward=False)
+
+
 def test_a_write_after_a_view_was_looked_at_is_an_error(twins):
     logits = twins.mine(twins.ids)
     head = logits[:, :3]

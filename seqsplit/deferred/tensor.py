@@ -58,6 +58,19 @@ class _Recipe:
         return self.layout.arrange(rows.detach())
 
 
+@dataclass
+class _Memory:
+    """What tensors that are views of one another have in common.
+
+    Attributes:
+        recipe: of the tensor that all are views of.
+        members: those that still exist.
+    """
+
+    recipe: _Recipe
+    members: weakref.WeakSet[DeferredTensor]
+
+
 class DeferredTensor(Tensor):
     """A tensor of which each token's part can be computed by itself, and has not been yet.
 
@@ -77,7 +90,7 @@ class DeferredTensor(Tensor):
     _ancestors: list[tuple[weakref.ref[DeferredTensor], Callable[[Tensor], Tensor]]]
     _is_true_view: bool
     is_used: bool
-    _views: weakref.WeakSet[DeferredTensor]
+    _memory: _Memory
 
     @staticmethod
     def make(node: Node, layout: Layout, options: Options, hidden_width: int) -> DeferredTensor:
@@ -97,7 +110,7 @@ class DeferredTensor(Tensor):
         made._recipe, made._hidden_width = recipe, hidden_width
         made._result, made._ancestors = None, []
         made._is_true_view = made.is_used = False
-        made._views = weakref.WeakSet()
+        made._memory = _Memory(recipe, weakref.WeakSet([made]))
         _live.add(made)
         return made
 
@@ -123,9 +136,27 @@ class DeferredTensor(Tensor):
         self._ancestors = [(weakref.ref(parent), again)]
         for ancestor, further in parent._ancestors:
             self._ancestors.append((ancestor, functools.partial(_in_turn, further, again)))
-        for ancestor, _ in self._ancestors:
-            if ancestor() is not None:
-                ancestor()._views.add(self)
+        self._memory = parent._memory
+        self._memory.members.add(self)
+        if not parent._ancestors:
+            self._memory.recipe = parent._recipe
+
+    def whole(self) -> DeferredTensor | None:
+        """The tensor in whose memory it lies, made anew if it is gone; ``None`` if that was
+        computed, and so cannot be made again."""
+        if not self._ancestors:
+            return self
+        found = self._ancestors[-1][0]()
+        if found is None and all(m._result is None for m in self._memory.members):
+            recipe = self._memory.recipe
+            found = DeferredTensor.make(
+                recipe.node, recipe.layout, recipe.options, self._hidden_width
+            )
+            found._memory = self._memory
+            for member in self._memory.members:
+                member._ancestors[-1] = weakref.ref(found), member._ancestors[-1][1]
+            self._memory.members.add(found)
+        return found
 
     def parent(self) -> tuple[DeferredTensor, Callable[[Tensor], Tensor]] | None:
         """The nearest tensor it is a view of that still exists, and what makes it from that."""

@@ -84,27 +84,15 @@ def _replaces(made: DeferredTensor, target: DeferredTensor) -> bool:
 
 
 def _relatives(target: DeferredTensor) -> Iterator[DeferredTensor]:
-    yield from (member for member in _family(_root(target)) if member is not target)
-
-
-def _root(target: DeferredTensor) -> DeferredTensor:
-    while (above := target.parent()) is not None:
-        target, _ = above
-    return target
-
-
-def _family(root: DeferredTensor) -> Iterator[DeferredTensor]:
-    yield root
-    for view in list(root._views):
-        yield from _family(view)
+    yield from (member for member in list(target._memory.members) if member is not target)
 
 
 def _make_real(target: DeferredTensor, relatives: list[DeferredTensor]) -> None:
     """Compute a tensor and its views, as views of one another."""
-    members = {id(member): member for member in (target, *relatives)}.values()
-    for member in members:
+    root = target.whole()
+    for member in (target, *relatives):
         computed = member._result is not None and not member._is_true_view
-        if computed and member.parent() is not None:
+        if root is None or (computed and member is not root):
             raise SeqsplitError(
                 format_message(
                     "a write into a deferred tensor of which a view was looked at before",
@@ -112,8 +100,7 @@ def _make_real(target: DeferredTensor, relatives: list[DeferredTensor]) -> None:
                     fix="write into a copy: x = x.clone()",
                 )
             )
-    root = _root(target)
     if root._result is None:
         root.own_result()
-    for member in _family(root):
+    for member in sorted((target, *relatives), key=lambda member: len(member._ancestors)):
         member.materialize()
