@@ -23,7 +23,7 @@ from ..facts import Facts, draws_random
 from ..rules.attention import SDPA
 from ..rules.registry import Row, operands_of, rows_of, takes_double
 from ..split.body import SplitSegment
-from ..trials.double import as_double, double_call, double_graph, own_call
+from ..trials.double import as_double, double_call, double_graph
 from ..trials.trial import Part, Trial, holds
 from .samples import Samples
 
@@ -189,9 +189,12 @@ class Validator:
         facts = self._facts
         operands = tuple(operands_of(node))
         if hasattr(node.target, "recurs"):
-            run = own_call(node.target.recurs.in_chunks, [o.meta["val"] for o in operands])
             values = [known[operand] for operand in operands]
-            return run(values, uneven_bounds(self._samples.length))[node.target.gives]
+            dtypes = [operand.meta["val"].dtype for operand in operands]
+            bounds = uneven_bounds(self._samples.length)
+            return as_double(
+                node.target.recurs.in_chunks(values, bounds, dtypes)[node.target.gives]
+            )
         symbols = {s for n in (*operands, node) for d in facts.shape(n) for s in d.free_symbols}
         trial = Trial(node, operands, {s: self._samples.symbol(s) for s in symbols}, own=True)
         values = [known[operand] for operand in operands]

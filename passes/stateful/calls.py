@@ -325,9 +325,11 @@ class Recurrence:
         step = functools.partial(self.call, given, ends=True)
         return recurrent_rows(step, operands, carry, start, last, first)
 
-    def in_chunks(self, operands: Sequence[Tensor], bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Output and final state, computed chunk by chunk."""
-        return chained(self.call, self.dims, self.dim, operands, bounds)
+    def in_chunks(
+        self, operands: Sequence[Tensor], bounds: Sequence[int], dtypes: Sequence[torch.dtype]
+    ) -> tuple[Tensor, Tensor]:
+        """Output and final state, computed chunk by chunk, each on operands cast for it alone."""
+        return chained(self.call, self.dims, self.dim, operands, bounds, dtypes=dtypes)
 
     def like(self, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Output and final state without data, for operands without data."""
@@ -355,16 +357,21 @@ def chained(
     bounds: Sequence[int],
     *,
     handed_on: bool = True,
+    dtypes: Sequence[torch.dtype] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and final state by calls on chunks, each going on from the state of the one before
-    it, unless nothing is ``handed_on``."""
-    given, state = call.parts(operands)
+    it, unless nothing is ``handed_on``. Each call may have operands of other ``dtypes``."""
+    (given, state), (wanted, of_state) = call.parts(operands), call.parts(dtypes or operands)
+    if dtypes is not None and state is not None:
+        state = state.to(of_state)
     outputs = []
     for start, end in zip(bounds, bounds[1:]):
         parts = [
             x if d is None else x.narrow(d, start, end - start).contiguous()
             for x, d in zip(given, dims)
         ]
+        if dtypes is not None:
+            parts = [part.to(dtype) for part, dtype in zip(parts, wanted)]
         out, final = call(parts, state, ends=True)
         state = final if handed_on else state
         outputs.append(out)
