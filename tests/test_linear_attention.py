@@ -128,6 +128,43 @@ class InBlocks(nn.Module):
         return y[:, :length].transpose(1, 2)
 
 
+def segment_sums(x):
+    """[..., n] -> [..., n, n]: sums of what lies between two positions."""
+    count = x.shape[-1]
+    ones = torch.ones(count, count, dtype=torch.bool, device=x.device)
+    sums = x[..., None].expand(*x.shape, count).masked_fill(~ones.tril(-1), 0).cumsum(-2)
+    return sums.masked_fill(~ones.tril(), float("-inf"))
+
+
+class InWholeBlocks(InBlocks):
+    """The same for sequences of whole blocks; others are refused, or padded if it `pads`."""
+
+    def __init__(self, pads):
+        super().__init__()
+        self.pads = pads
+
+    def forward(self, q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        length, missing = q.shape[1], -q.shape[1] % BLOCK
+        given = (q, k, v, F.logsigmoid(self.decay(k)).squeeze(-1))
+        if not self.pads:
+            assert missing == 0
+        elif missing > 0:
+            given = [F.pad(x, [0, 0] * (x.ndim - 2) + [0, missing]) for x in given]
+        q, k, v, decay = (x.unflatten(1, (x.shape[1] // BLOCK, BLOCK)) for x in given)
+        decay = decay.permute(0, 3, 1, 2)
+        passed = decay.cumsum(-1)
+        y = torch.einsum("bcthn,bcshn,bhcts,bcshp->bcthp", q, k, segment_sums(decay).exp(), v)
+        left = (passed[..., -1:] - passed).exp()
+        states = torch.einsum("bcshn,bhcs,bcshp->bchpn", k, left, v)
+        states = torch.cat([torch.zeros_like(states[:, :1]), states], 1)
+        matrix = segment_sums(F.pad(passed[..., -1], (1, 0))).exp()
+        states = torch.einsum("bhzc,bchpn->bzhpn", matrix, states)[:, :-1]
+        y = y + torch.einsum("bcthn,bchpn,bhct->bcthp", q, states, passed.exp())
+        y = y.flatten(1, 2)
+        return (y if missing == 0 else y[:, :length]).transpose(1, 2)
+
+
 def check(attend, lengths=(13, 21), streamed=True):
     """Against eager; returns the report."""
     pair = Pair(lambda: probe.build(attend()), step=probe.step, streamed=streamed, chunk_size=CHUNK)
@@ -142,6 +179,12 @@ def test_blocks_and_a_state(skip):
 
 def test_a_multiple_of_the_block():
     check(InBlocks, lengths=(20,))
+
+
+@pytest.mark.parametrize("pads, lengths", [(False, (20, 12)), (True, (12, 13, 20))])
+def test_code_that_asks_for_whole_blocks(pads, lengths):
+    """Its sizes are multiples of the number of blocks: that they are the length, a guard says."""
+    check(lambda: InWholeBlocks(pads), lengths=lengths)
 
 
 def test_another_sum_is_left_alone():

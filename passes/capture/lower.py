@@ -119,6 +119,7 @@ class Lowered:
         self.assumed = {s: expr.xreplace({old: new}) for s, expr in self.assumed.items()}
         self.assumed[old] = new
         self.__dict__.pop("hints", None)
+        self.__dict__.pop("_equals", None)
         for node in self.graph.nodes:
             node.meta.pop("shape_exprs", None)
             node.meta.pop("rows", None)
@@ -131,6 +132,23 @@ class Lowered:
 
     def simplified(self, expr: sympy.Expr) -> sympy.Expr:
         """An expression in as few symbols as are known to suffice."""
+        return self._without_equals(expr).xreplace(self._equals)
+
+    @cached_property
+    def _equals(self) -> dict[sympy.Expr, sympy.Expr]:
+        """Expressions that are a symbol or a number wherever the captured graph holds: where the
+        model's code asks whether a sequence is padded, the padded length is the sequence's."""
+        known: dict[sympy.Expr, sympy.Expr] = {}
+        for guard in self.shape_env.guards:
+            if isinstance(guard.expr, sympy.Eq):
+                sides = [self._without_equals(side) for side in guard.expr.args]
+                for expr, plain in (sides, sides[::-1]):
+                    if isinstance(plain, (sympy.Symbol, sympy.Integer)) and expr.args:
+                        known[expr] = plain
+        numbers = {expr: number for expr, number in known.items() if number.is_Integer}
+        return {expr.xreplace(numbers): plain for expr, plain in known.items()} | known
+
+    def _without_equals(self, expr: sympy.Expr) -> sympy.Expr:
         return divided(sympy.sympify(self.shape_env.simplify(expr)).xreplace(self.assumed))
 
     def numel(self, node: fx.Node) -> float:

@@ -169,9 +169,8 @@ def _between(facts: Facts, node: fx.Node) -> set[fx.Node]:
             continue
         members.add(node)
         for operand in node.all_input_nodes:
-            made = not any(is_value(i) for i in operand.all_input_nodes)  # out of nothing
             inside = is_value(operand) and not _along(facts, operand)
-            if inside and (made or facts.sequence_dims(operand)):
+            if inside and (facts.sequence_dims(operand) or _is_constant(operand)):
                 stack.append(operand)
         if not _along(facts, node):
             stack.extend(user for user in node.users if is_value(user))
@@ -182,6 +181,13 @@ def _between(facts: Facts, node: fx.Node) -> set[fx.Node]:
         if not _along(facts, n)
         or any(i in members and not _along(facts, i) for i in n.all_input_nodes)
     }
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether a value is made of numbers alone, as a mask within a block is."""
+    if node.op != "call_function":
+        return False
+    return all(_is_constant(operand) for operand in node.all_input_nodes if is_value(operand))
 
 
 def _blocks(facts: Facts, members: set[fx.Node]) -> list[int]:
