@@ -320,6 +320,38 @@ def test_what_computes_in_float32(monkeypatch):
     assert not report.whole
 
 
+def rounding_with_rates(q, k, v, g, beta, rate, initial_state=None, output_final_state=False):
+    """The same, with something that is no sequence among its operands."""
+    return rounding(q, k, v, g.float() * rate.float(), beta, initial_state, output_final_state)
+
+
+class WithRates(recurrences.Decoder):
+    def __init__(self):
+        super().__init__(rounding_with_rates)
+        self.rate = nn.Parameter(torch.linspace(0.5, 1.5, 3))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            y, _ = rounding_with_rates(*layer.arguments(x), self.rate, output_final_state=False)
+            x = x + layer.out(y.flatten(2))
+            x = x + layer.mlp(x)
+        return self.head(self.norm(x))
+
+
+def test_gradients_of_what_is_given_whole_are_rounded_chunk_by_chunk():
+    """Each chunk casts it anew, so its shares are added in float64 where a body is tried."""
+    torch.manual_seed(0)
+    model = WithRates()
+    mine = seqsplit.compile(copy.deepcopy(model), chunk_size=4, strict=True)
+    for run in (model, mine):
+        probe.step(run, *batches.with_labels(3, 130)).backward()
+    for (name, want), have in zip(model.named_parameters(), mine.parameters()):
+        assert (have.grad - want.grad).norm() <= 1e-4 * want.grad.norm(), name
+    report = seqsplit.explain(mine, batches.tokens(3, 130))
+    assert not report.whole and not report.unchecked
+
+
 # -- the state after the last position -------------------------------------------------------------
 
 

@@ -66,7 +66,8 @@ def compare(captured: fx.GraphModule, facts: Facts, examples: Sequence[Any]) -> 
     if samples.length is None or samples.length > _LONGEST:
         raise Incomparable(f"the model's branches take more than {_LONGEST} tokens")
     for node in lowered.graph.nodes:
-        if not takes_double(node, lowered.shape) and not _has_own_ops(node, "val"):
+        kept = _has_own_ops(node, "val") or hasattr(node.target, "recurs")
+        if not kept and not takes_double(node, lowered.shape):
             raise Incomparable(f"{node} has no float64")
     captured = gather_vmaps(captured)
     difference = None
@@ -182,7 +183,8 @@ def _call_lowered(module: fx.GraphModule, node: fx.Node, args: tuple, kwargs: di
             result = _in_own_dtypes(node.target, node, "val", args, kwargs)
         else:
             target, args, kwargs = double_call(node.target, args, kwargs)
-            result = target(*args, **kwargs)
+            # A function that computes in float32 inside does so in float64 here, if it is code.
+            result = (target or node.target)(*args, **kwargs)
     return result if learns else pytree.tree_map_only(Tensor, Tensor.detach, result)
 
 
