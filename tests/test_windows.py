@@ -87,6 +87,29 @@ def test_code_for_multiples_only(monkeypatch):
     check(InBlocks, lengths=(20, 24))
 
 
+def by_places(q, k, v):
+    """Whole blocks only; who sees whom is told by places in the sequence, made of its length."""
+    length = q.shape[2]
+    assert length % BLOCK == 0
+
+    def before_too(x, dim, value):
+        first = torch.full_like(x.narrow(dim, 0, 1), value)
+        shifted = torch.cat([first, x.narrow(dim, 0, x.shape[dim] - 1)], dim)
+        return torch.cat([shifted, x], dim + 1)
+
+    q, k, v = (x.unflatten(2, (length // BLOCK, BLOCK)) for x in (q, k, v))
+    rows = torch.arange(length).view(length // BLOCK, BLOCK)
+    columns = before_too(rows, 0, -1)
+    k, v = (before_too(x, 2, 0.0) for x in (k, v))
+    seen = (columns[:, None, :] <= rows[:, :, None]) & (columns[:, None, :] >= 0)
+    scores = (q @ k.transpose(-1, -2)).masked_fill(~seen, float("-inf"))
+    return (scores.softmax(-1) @ v).flatten(2, 3)
+
+
+def test_places_in_the_sequence():
+    check(lambda: by_places, lengths=(20, 12))
+
+
 @pytest.mark.parametrize("options", [{"sees_all": True}, {"slope": 0.3}], ids=str)
 def test_what_is_not_local_or_not_the_same_everywhere(options):
     check(lambda: InBlocks(**options), streamed=False)

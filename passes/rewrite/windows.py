@@ -69,7 +69,9 @@ class Windows:
         self._tried.update((token_wise, member) for member in members)
         blocks = [1] if token_wise else _blocks(facts, members)
         outputs = [
-            n for n in members if _along(facts, n) and any(u not in members for u in n.users)
+            n
+            for n in members
+            if _along(facts, n) and not _is_constant(n) and any(u not in members for u in n.users)
         ]
         if not blocks or len(outputs) != 1 or any(draws_random(n) for n in members):
             return False
@@ -169,22 +171,23 @@ def _between(facts: Facts, node: fx.Node) -> set[fx.Node]:
             continue
         members.add(node)
         for operand in node.all_input_nodes:
-            inside = is_value(operand) and not _along(facts, operand)
-            if inside and (facts.sequence_dims(operand) or _is_constant(operand)):
+            inside = not _along(facts, operand) and facts.sequence_dims(operand)
+            if is_value(operand) and (inside or _is_constant(operand)):
                 stack.append(operand)
-        if not _along(facts, node):
+        if not _along(facts, node) and not _is_constant(node):  # others may share a mask
             stack.extend(user for user in node.users if is_value(user))
     # A value along the sequence that only others of its kind go into is no part of it.
     return {
         n
         for n in members
         if not _along(facts, n)
+        or _is_constant(n)
         or any(i in members and not _along(facts, i) for i in n.all_input_nodes)
     }
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether a value is made of numbers alone, as a mask within a block is."""
+    """Whether a value is made of numbers alone, as positions and a mask within a block are."""
     if node.op != "call_function":
         return False
     return all(_is_constant(operand) for operand in node.all_input_nodes if is_value(operand))
