@@ -13,6 +13,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..facts import Facts
 from ..trials.double import as_double
@@ -44,7 +45,11 @@ class Samples:
         self.length = self._choose_length() if at is None else at
 
     def input(self, node: fx.Node) -> Any:
-        """A real input at evenly spaced places, floating point in double; a size is a number."""
+        """A real input at evenly spaced places, floating point in double; a size is a number.
+
+        Its memory is its own: some ops (a batch norm) write into what they are given, and no
+        schema says so.
+        """
         held = node.meta.get("val")
         if isinstance(held, torch.SymInt):
             return self.number(self._facts.lowered.expr(held))
@@ -57,7 +62,10 @@ class Samples:
                 count = self.number(size)
                 places = torch.linspace(0, max(value.shape[dim] - 1, 0), count).round().long()
                 value = value.index_select(dim, places.to(value.device))
-        return as_double(value)
+        own = as_double(value)
+        if own is value and not is_traceable_wrapper_subclass(value):
+            own = value.clone()
+        return own
 
     def number(self, expr: sympy.Expr) -> int:
         """A size."""
