@@ -136,17 +136,16 @@ class Lowered:
 
     @cached_property
     def _equals(self) -> dict[sympy.Expr, sympy.Expr]:
-        """Expressions that are a symbol or a number wherever the captured graph holds: where the
-        model's code asks whether a sequence is padded, the padded length is the sequence's."""
+        """Expressions that are a symbol wherever the captured graph holds: where the model's code
+        asks whether a sequence is padded, the padded length is the sequence's."""
         known: dict[sympy.Expr, sympy.Expr] = {}
         for guard in self.shape_env.guards:
             if isinstance(guard.expr, sympy.Eq):
                 sides = [self._without_equals(side) for side in guard.expr.args]
                 for expr, plain in (sides, sides[::-1]):
-                    if isinstance(plain, (sympy.Symbol, sympy.Integer)) and expr.args:
+                    if isinstance(plain, sympy.Symbol) and expr.args:
                         known[expr] = plain
-        numbers = {expr: number for expr, number in known.items() if number.is_Integer}
-        return {expr.xreplace(numbers): plain for expr, plain in known.items()} | known
+        return known
 
     def _without_equals(self, expr: sympy.Expr) -> sympy.Expr:
         return divided(sympy.sympify(self.shape_env.simplify(expr)).xreplace(self.assumed))

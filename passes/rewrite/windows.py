@@ -188,7 +188,8 @@ def _between(facts: Facts, node: fx.Node) -> set[fx.Node]:
 
 def _is_constant(node: fx.Node) -> bool:
     """Whether a value is made of numbers alone, as positions and a mask within a block are."""
-    if node.op != "call_function":
+    plain = isinstance(node.target, torch._ops.OpOverload)
+    if not plain or not isinstance(node.meta["val"], Tensor):
         return False
     return all(_is_constant(operand) for operand in node.all_input_nodes if is_value(operand))
 
