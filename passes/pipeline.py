@@ -26,7 +26,7 @@ from torch import fx
 from ..errors import NotStreamedError, format_message
 from ..options import Options
 from ..plan import Body, Plan
-from .capture.lower import lower
+from .capture.lower import Lowered, lower
 from .checks.compare import Incomparable, compare
 from .checks.plan import check_plan
 from .checks.samples import Samples
@@ -118,8 +118,8 @@ def build_plan(
     while True:
         with clock("attend"):
             reads = attend(facts, examples)
-        samples = Samples(facts, examples)
-        validator = Validator(facts, samples, executor.run) if options.validate else None
+        samples = Samples(facts, examples) if options.validate else None
+        validator = Validator(facts, samples, executor.run) if samples is not None else None
         rounds = Rounds(facts, reads, options, clock, regions, windows)
         try:
             placed, cuts = rounds.run(validator)
@@ -131,9 +131,11 @@ def build_plan(
     if not placed and facts.keeps_activations:
         raise fixed_length(lowered.hints.get(sequence, 0))
     unchecked = []
-    if options.validate:
+    if samples is not None:
+        if lowered.fixed_length is not None:  # all that the captured graph takes
+            samples = Samples(facts, examples, at=lowered.fixed_length)
         with clock("compare"):
-            unchecked = _unchecked(captured, facts, examples, validator)
+            unchecked = _unchecked(captured, lowered, samples)
     if options.strict and rounds.entries:
         scope, reason = rounds.entries[0]
         raise NotStreamedError(
@@ -168,14 +170,12 @@ def build_plan(
     return finish(options)
 
 
-def _unchecked(
-    captured: fx.GraphModule, facts: Facts, examples: Sequence[Any], validator: Validator
-) -> list[str]:
+def _unchecked(captured: fx.GraphModule, lowered: Lowered, samples: Samples) -> list[str]:
     """What cannot be tried against the original. (What differs from it raises an error.)"""
-    if not validator.possible:
+    if samples.length is None:
         return [_TOO_LONG]
     try:
-        compare(captured, facts, examples)
+        compare(captured, lowered, samples)
     except Incomparable as error:
         return [f"{_NOT_COMPARED}: {error}"]
     return []

@@ -110,6 +110,25 @@ def test_places_in_the_sequence():
     check(lambda: by_places, lengths=(20, 12))
 
 
+class Deep(nn.Module):
+    """More ops before the blocks than Python calls functions in each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = probe.build(by_places, layers=1)
+
+    def forward(self, ids):
+        x = self.inner.embed(ids)
+        for _ in range(1100):
+            x = x.neg()
+        return self.inner.head(self.inner.norm(self.inner.layers[0](x)))
+
+
+def test_a_deep_model():
+    pair = Pair(Deep, step=probe.step, chunk_size=CHUNK)
+    pair.check_lengths((20,))
+
+
 @pytest.mark.parametrize("options", [{"sees_all": True}, {"slope": 0.3}], ids=str)
 def test_what_is_not_local_or_not_the_same_everywhere(options):
     check(lambda: InBlocks(**options), streamed=False)

@@ -47,6 +47,7 @@ __all__ = [
     "custom_function",
     "fake_mode_of",
     "function_of",
+    "has_own_ops",
     "lower",
 ]
 
@@ -132,7 +133,7 @@ class Lowered:
 
     def simplified(self, expr: sympy.Expr) -> sympy.Expr:
         """An expression in as few symbols as are known to suffice."""
-        return self._without_equals(expr).xreplace(self._equals)
+        return self.renamed(expr).xreplace(self._equals)
 
     @cached_property
     def _equals(self) -> dict[sympy.Expr, sympy.Expr]:
@@ -141,13 +142,15 @@ class Lowered:
         known: dict[sympy.Expr, sympy.Expr] = {}
         for guard in self.shape_env.guards:
             if isinstance(guard.expr, sympy.Eq):
-                sides = [self._without_equals(side) for side in guard.expr.args]
+                sides = [self.renamed(side) for side in guard.expr.args]
                 for expr, plain in (sides, sides[::-1]):
                     if isinstance(plain, sympy.Symbol) and expr.args:
                         known[expr] = plain
         return known
 
-    def _without_equals(self, expr: sympy.Expr) -> sympy.Expr:
+    def renamed(self, expr: sympy.Expr) -> sympy.Expr:
+        """The same without what guards say: a guard itself, which would say of itself that it
+        holds."""
         return divided(sympy.sympify(self.shape_env.simplify(expr)).xreplace(self.assumed))
 
     def numel(self, node: fx.Node) -> float:
@@ -249,7 +252,7 @@ def _align_inputs(lowered: Lowered) -> None:
             continue
         known, other = first.setdefault((place[1], hint), (symbol, place))
         if known != symbol:
-            lowered.assumed[symbol] = known
+            lowered.rename(symbol, known)
             lowered.assumptions.append(SameSize(other, place))
     _fix_counterparts(lowered)
 
@@ -271,7 +274,7 @@ def _fix_counterparts(lowered: Lowered) -> None:
     for symbol, hint, place in places:
         if isinstance(symbol, sympy.Symbol) and (lead(place), hint) in fixed:
             known, other = fixed[lead(place), hint]
-            lowered.assumed[symbol] = known
+            lowered.rename(symbol, known)
             lowered.assumptions.append(SameSize(other, place))
 
 
@@ -341,12 +344,12 @@ class _KeepBackwards(fx.Interpreter):
             return _trace_as_one_node(target, args)
         if target is _DATA:  # ``x.data``, which leaves no trace of its own
             return args[0].detach()
-        if _is_opaque(target) or _has_own_ops(args, kwargs):
+        if _is_opaque(target) or has_own_ops((args, kwargs)):
             return _keep_call(target, args, kwargs)
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: str, args: tuple, kwargs: dict) -> Any:
-        if _has_own_ops(args, kwargs):
+        if has_own_ops((args, kwargs)):
             return _keep_call(None, args, kwargs, method=target)
         return super().call_method(target, args, kwargs)
 
@@ -355,14 +358,14 @@ def _is_opaque(target: Any) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator) or hasattr(target, "proves")
 
 
-def _has_own_ops(args: tuple, kwargs: dict) -> bool:
+def has_own_ops(operands: Any) -> bool:
     """Whether an operand is of a class that says itself what ops on it do: a quantised weight.
 
     What such a class runs may lie above autograd or below it, and traced through, its own
     derivatives could be lost. So the call is kept, and made again in each chunk, on the weight
     as it is: it is unpacked there, and not kept unpacked.
     """
-    return any(map(is_traceable_wrapper_subclass, pytree.tree_leaves((args, kwargs))))
+    return any(map(is_traceable_wrapper_subclass, pytree.tree_leaves(operands)))
 
 
 def _keep_call(target: Any, args: tuple, kwargs: dict, method: str | None = None) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,17 +22,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
-    is_traceable_wrapper_subclass,
 )
 
 from ..capture.batched import gather_vmaps
-from ..capture.lower import CHECKPOINT, Lowered, attribute_of
-from ..facts import Facts
+from ..capture.lower import CHECKPOINT, Lowered, attribute_of, has_own_ops
 from ..rules.registry import takes_double
 from ..trials.double import as_double, double_call, double_dtype, own_call
 from .inputs import PROJECTIONS, Inputs, random_like
 from .samples import Samples
-from .validate import TOLERANCE, relative_error
+from .validate import TOLERANCE, relative_error, without_history
 
 __all__ = ["Incomparable", "Unequal", "compare"]
 
@@ -49,24 +47,23 @@ class Unequal(Exception):
     """The lowered graph is not what was captured."""
 
 
-def compare(captured: fx.GraphModule, facts: Facts, examples: Sequence[Any]) -> None:
+def compare(captured: fx.GraphModule, lowered: Lowered, samples: Samples) -> None:
     """Run both graphs, forward and backward.
 
     Args:
         captured: Dynamo's graph.
-        facts: of the lowered graph.
-        examples: the real inputs of the captured call.
+        lowered: what became of it.
+        samples: a short call of both.
 
     Raises:
         Incomparable: nothing was compared.
         Unequal: outputs or gradients differ.
     """
-    lowered = facts.lowered
-    samples = Samples(facts, examples, at=lowered.fixed_length)
     if samples.length is None or samples.length > _LONGEST:
         raise Incomparable(f"the model's branches take more than {_LONGEST} tokens")
     for node in lowered.graph.nodes:
-        kept = _has_own_ops(node, "val") or hasattr(node.target, "recurs")
+        held = [operand.meta.get("val") for operand in node.all_input_nodes]
+        kept = has_own_ops(held) or hasattr(node.target, "recurs")
         if not kept and not takes_double(node, lowered.shape):
             raise Incomparable(f"{node} has no float64")
     captured = gather_vmaps(captured)
@@ -167,7 +164,7 @@ def _call_captured(module: fx.GraphModule, node: fx.Node, args: tuple, kwargs: d
         target = functools.partial(_call_method, node.target)
     else:
         target = node.target if node.op == "call_function" else module.get_submodule(node.target)
-    if _has_own_ops(node, "example_value"):
+    if has_own_ops((args, kwargs)):
         return _in_own_dtypes(target, node, "example_value", args, kwargs)
     return target(*args, **kwargs)
 
@@ -179,19 +176,13 @@ def _call_method(name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
 def _call_lowered(module: fx.GraphModule, node: fx.Node, args: tuple, kwargs: dict) -> Any:
     learns = node.meta["region"].grad
     with torch.set_grad_enabled(learns):
-        if _has_own_ops(node, "val"):
+        if has_own_ops((args, kwargs)):
             result = _in_own_dtypes(node.target, node, "val", args, kwargs)
         else:
             target, args, kwargs = double_call(node.target, args, kwargs)
             # A function that computes in float32 inside does so in float64 here, if it is code.
             result = (target or node.target)(*args, **kwargs)
-    return result if learns else pytree.tree_map_only(Tensor, Tensor.detach, result)
-
-
-def _has_own_ops(node: fx.Node, kept_as: str) -> bool:
-    """Whether an operand is of a class that says itself what ops on it do: a quantised weight."""
-    held = (operand.meta.get(kept_as) for operand in node.all_input_nodes)
-    return any(map(is_traceable_wrapper_subclass, held))
+    return result if learns else without_history(result)
 
 
 def _in_own_dtypes(target: Any, node: fx.Node, kept_as: str, args: tuple, kwargs: dict) -> Any:

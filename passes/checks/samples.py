@@ -108,7 +108,7 @@ class Samples:
             return False
         self.length = length
         for guard in env.guards:
-            expr = self._facts.lowered.simplified(guard.expr)
+            expr = self._facts.lowered.renamed(guard.expr)
             values = {symbol: self.symbol(symbol) for symbol in expr.free_symbols}
             if expr.xreplace(values) == sympy.false:
                 return False

@@ -27,7 +27,7 @@ from ..trials.double import as_double, double_call, double_graph
 from ..trials.trial import Part, Trial, holds
 from .samples import Samples
 
-__all__ = ["Validator", "uneven_bounds"]
+__all__ = ["TOLERANCE", "Validator", "relative_error", "uneven_bounds", "without_history"]
 
 aten = torch.ops.aten
 
@@ -59,11 +59,6 @@ class Validator:
         self._values: dict[fx.Node, Any] = {}
         self._generator = torch.Generator().manual_seed(0)
 
-    @property
-    def possible(self) -> bool:
-        """Whether there is a length, not too long to be tried, that the model's guards allow."""
-        return self._samples.length is not None
-
     def check(self, segment: Segment, split: SplitSegment, values: Sequence[fx.Node]) -> str | None:
         """Compare a segment with the original.
 
@@ -82,13 +77,7 @@ class Validator:
             operands = [self._leaf(node, positive) for node in split.operands]
             with torch.enable_grad():
                 expected = self._original(split, operands, values)
-                got = self._run(
-                    segment,
-                    self._samples.length,
-                    sizes,
-                    operands,
-                    bounds=uneven_bounds(self._samples.length),
-                )
+                got = self._run(segment, length, sizes, operands, bounds=uneven_bounds(length))
                 try:
                     return self._compare(split, operands, values, expected, got)
                 except _Undefined as undefined:  # the root of a mean square, say
@@ -176,7 +165,7 @@ class Validator:
                     result = target(*args, **kwargs)
                 else:
                     result = self._in_own_dtypes(node, known)
-            known[node] = result if node.meta["region"].grad else _without_history(result)
+            known[node] = result if node.meta["region"].grad else without_history(result)
         return known[wanted]
 
     def _in_own_dtypes(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
@@ -293,7 +282,7 @@ def gradient_error(have: Tensor | None, want: Tensor | None, scale: Tensor) -> f
     return float((have - want).norm() / torch.maximum(want.norm(), 1e-6 * scale).clamp_min(1e-30))
 
 
-def _without_history(result: Any) -> Any:
+def without_history(result: Any) -> Any:
     return pytree.tree_map_only(Tensor, Tensor.detach, result)
 
 

@@ -65,13 +65,14 @@ class Windows:
         """
         if facts.sequence is None or (token_wise, node) in self._tried:
             return False
-        members = _between(facts, node)
+        constants = _constants(facts)
+        members = _between(facts, node, constants)
         self._tried.update((token_wise, member) for member in members)
         blocks = [1] if token_wise else _blocks(facts, members)
         outputs = [
             n
             for n in members
-            if _along(facts, n) and not _is_constant(n) and any(u not in members for u in n.users)
+            if _along(facts, n) and n not in constants and any(u not in members for u in n.users)
         ]
         if not blocks or len(outputs) != 1 or any(draws_random(n) for n in members):
             return False
@@ -161,7 +162,7 @@ def _along(facts: Facts, node: fx.Node) -> list[int]:
     return [dim for dim, size in enumerate(facts.shape(node)) if size == facts.sequence]
 
 
-def _between(facts: Facts, node: fx.Node) -> set[fx.Node]:
+def _between(facts: Facts, node: fx.Node, constants: set[fx.Node]) -> set[fx.Node]:
     """What lies between values along the sequence, around a node, with the values that come out."""
     members: set[fx.Node] = set()
     stack = [node]
@@ -172,26 +173,28 @@ def _between(facts: Facts, node: fx.Node) -> set[fx.Node]:
         members.add(node)
         for operand in node.all_input_nodes:
             inside = not _along(facts, operand) and facts.sequence_dims(operand)
-            if is_value(operand) and (inside or _is_constant(operand)):
+            if is_value(operand) and (inside or operand in constants):
                 stack.append(operand)
-        if not _along(facts, node) and not _is_constant(node):  # others may share a mask
+        if not _along(facts, node) and node not in constants:  # others may share a mask
             stack.extend(user for user in node.users if is_value(user))
     # A value along the sequence that only others of its kind go into is no part of it.
     return {
         n
         for n in members
         if not _along(facts, n)
-        or _is_constant(n)
+        or n in constants
         or any(i in members and not _along(facts, i) for i in n.all_input_nodes)
     }
 
 
-def _is_constant(node: fx.Node) -> bool:
-    """Whether a value is made of numbers alone, as positions and a mask within a block are."""
-    plain = isinstance(node.target, torch._ops.OpOverload)
-    if not plain or not isinstance(node.meta["val"], Tensor):
-        return False
-    return all(_is_constant(operand) for operand in node.all_input_nodes if is_value(operand))
+def _constants(facts: Facts) -> set[fx.Node]:
+    """What is made of numbers alone, as positions and a mask within a block are."""
+    found: set[fx.Node] = set()
+    for node in facts.lowered.graph.nodes:
+        plain = isinstance(node.target, torch._ops.OpOverload) and facts.is_tensor(node)
+        if plain and all(operand in found for operand in node.all_input_nodes if is_value(operand)):
+            found.add(node)
+    return found
 
 
 def _blocks(facts: Facts, members: set[fx.Node]) -> list[int]:
