@@ -1,10 +1,10 @@
 """The compiler: how a captured graph becomes a plan (see :mod:`seqsplit.passes.pipeline`)."""
 
-from .facts import NothingToSplit
-from .pipeline import Executor, build_plan
-from .rules import rule
-from .stateful.calls import recurrent
-from .stateful.stand_in import keeps_recurrent, recurrent_functions, standing_in
+from seqsplit.passes.analysis.facts import NothingToSplit
+from seqsplit.passes.pipeline import Executor, build_plan
+from seqsplit.passes.rules import rule
+from seqsplit.passes.stateful.calls import recurrent
+from seqsplit.passes.stateful.stand_in import keeps_recurrent, recurrent_functions, standing_in
 
 __all__ = [
     "Executor",

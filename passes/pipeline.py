@@ -23,30 +23,31 @@ from typing import Any
 
 from torch import fx
 
-from ..errors import NotStreamedError, format_message
-from ..options import Options
-from ..plan import Body, Plan
-from .capture.lower import Lowered, lower
-from .checks.compare import Incomparable, compare
-from .checks.plan import check_plan
-from .checks.samples import Samples
-from .checks.validate import Validator
-from .facts import Facts, find_sequence, fixed_length, propagate
-from .rewrite.flex import find_flex
-from .rewrite.free_length import free_length
-from .rewrite.kernels import find_kernels
-from .rewrite.normalize import normalize, normalize_means
-from .rewrite.recurrences import find_recurrences
-from .rewrite.regions import Regions
-from .rewrite.skews import gather_skews
-from .rewrite.slices import take_off
-from .rewrite.stencils import normalize_stencils
-from .rewrite.windows import Windows
-from .rounds import Clock, Regrouped, Rounds
-from .sizes import express_sizes
-from .split.attend import attend
-from .split.islands import compile_islands
-from .split.stitch import Placed, stitch
+from seqsplit.errors import NotStreamedError, format_message
+from seqsplit.ir.plan import Body, Plan
+from seqsplit.options import Options
+from seqsplit.passes.analysis.facts import Facts, find_sequence, fixed_length, propagate
+from seqsplit.passes.capture.lower import lower
+from seqsplit.passes.checks.compare import Incomparable, compare
+from seqsplit.passes.checks.plan import check_plan
+from seqsplit.passes.checks.samples import Samples
+from seqsplit.passes.checks.validate import Validator
+from seqsplit.passes.graph.lowered import Lowered
+from seqsplit.passes.graph.sizes import express_sizes
+from seqsplit.passes.rewrite.flex import find_flex
+from seqsplit.passes.rewrite.free_length import free_length
+from seqsplit.passes.rewrite.kernels import find_kernels
+from seqsplit.passes.rewrite.linear_scans import find_linear_scans
+from seqsplit.passes.rewrite.normalize import normalize, normalize_means
+from seqsplit.passes.rewrite.regions import Regions
+from seqsplit.passes.rewrite.skews import gather_skews
+from seqsplit.passes.rewrite.slices import take_off
+from seqsplit.passes.rewrite.stencils import normalize_stencils
+from seqsplit.passes.rewrite.windows import Windows
+from seqsplit.passes.split.attend import attend
+from seqsplit.passes.split.islands import compile_islands
+from seqsplit.passes.split.segments import Clock, Regrouped, Rounds
+from seqsplit.passes.split.stitch import Placed, stitch
 
 __all__ = ["Executor", "build_plan"]
 
@@ -95,7 +96,7 @@ def build_plan(
     clock = Clock()
     with clock("lower"):
         as_captured = lower(captured, examples)
-        find_recurrences(as_captured)
+        find_linear_scans(as_captured)
         lowered = free_length(as_captured, examples, options.seq_dim) or as_captured
     with clock("normalize"):
         normalize(lowered)

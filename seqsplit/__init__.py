@@ -1,13 +1,13 @@
 """seqsplit: train causal decoders on long sequences in a fraction of the memory, exactly."""
 
-from .api import compile, disable, recurrent, rule  # noqa: A004 - named after torch.compile
-from .errors import SeqsplitError
-from .explain import Report, explain
-from .memory import track_memory
-from .placement import Chunk, Sum, Whole
-from .planner import TrainingPlan, plan
-from .schedule import Schedule
-from .verify import Verification, verify
+from seqsplit.api import compile, disable, recurrent, rule  # noqa: A004 - named after torch.compile
+from seqsplit.errors import SeqsplitError
+from seqsplit.explain import Report, explain
+from seqsplit.ir.placement import Chunk, Sum, Whole
+from seqsplit.memory import track_memory
+from seqsplit.planner import TrainingPlan, plan
+from seqsplit.schedule import Schedule
+from seqsplit.verify import Verification, verify
 
 __all__ = [
     "Chunk",

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from .configurations import read_configuration
-from .errors import SeqsplitError
-from .planner import OPTIMIZERS, plan
+from seqsplit.errors import SeqsplitError
+from seqsplit.planner import OPTIMIZERS, plan
+from seqsplit.planning.configurations import read_configuration
 
 __all__ = ["main"]
 

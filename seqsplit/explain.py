@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from . import api
-from .breaks import GraphBreak
-from .run import chunk_bounds
+from seqsplit.frontend.breaks import GraphBreak
+from seqsplit.frontend.handle import Handle, handle_for, handle_of
+from seqsplit.frontend.settings import MAX_CAPTURES
+from seqsplit.runtime.segment_run import chunk_bounds
 
 __all__ = ["Report", "SegmentReport", "explain"]
 
@@ -21,7 +22,7 @@ _SOMEWHERE = (
 )
 _FIXED = (
     "the model's code looks at it in Python: every other length is captured anew "
-    f"(at most {api.MAX_CAPTURES}; pad to few lengths)"
+    f"(at most {MAX_CAPTURES}; pad to few lengths)"
 )
 
 
@@ -132,13 +133,13 @@ def explain(target: Callable, *args: Any, **kwargs: Any) -> Report:
     Returns:
         The :class:`Report`.
     """
-    handle = api.handle_of(target) or api.handle_for(target)
+    handle = handle_of(target) or handle_for(target)
     with torch.enable_grad():
         handle(*args, **kwargs)
     return _report(handle)
 
 
-def _report(handle: api.Handle) -> Report:
+def _report(handle: Handle) -> Report:
     segments: list[SegmentReport] = []
     whole: list[tuple[str, str]] = []
     numbers: dict[int, int] = {}

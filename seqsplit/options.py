@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import invalid_option
-from .schedule import Schedule
+from seqsplit.errors import invalid_option
+from seqsplit.schedule import Schedule
 
 __all__ = ["Options"]
 

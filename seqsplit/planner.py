@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from .api import Handle, executor_running
-from .configurations import model_on_meta
-from .errors import InvalidOptionError, format_message, invalid_option
-from .forecast import Forecast, Parts, parts_of_stretches
-from .memory import track_memory
-from .options import Options
-from .plan import Plan, Segment
-from .rehearsal import rehearse_segment
-from .schedule import Schedule
+from seqsplit.errors import InvalidOptionError, format_message, invalid_option
+from seqsplit.frontend.handle import Handle, executor_running
+from seqsplit.ir.plan import Plan, Segment
+from seqsplit.memory import track_memory
+from seqsplit.options import Options
+from seqsplit.planning.configurations import model_on_meta
+from seqsplit.planning.forecast import Forecast, Parts, parts_of_stretches
+from seqsplit.planning.rehearsal import rehearse_segment
+from seqsplit.schedule import Schedule
 
 __all__ = ["OPTIMIZERS", "SCHEDULES", "Choice", "TrainingPlan", "plan"]
 

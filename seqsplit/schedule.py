@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import invalid_option
+from seqsplit.errors import invalid_option
 
 __all__ = ["Schedule"]
 

@@ -13,8 +13,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import api
-from .deferred import DeferredTensor
+from seqsplit.deferred import DeferredTensor
+from seqsplit.frontend.handle import Handle, disable, handle_for, handle_of
 
 __all__ = ["Verification", "verify"]
 
@@ -71,11 +71,11 @@ def verify(target: Callable, *args: Any, **kwargs: Any) -> Verification:
         target: a module or function, compiled or not.
         args, kwargs: inputs as in training.
     """
-    handle = api.handle_of(target) or api.handle_for(target)
+    handle = handle_of(target) or handle_for(target)
     leaves = _leaves(handle, args, kwargs)
     state = torch.get_rng_state()
     with torch.enable_grad():
-        with api.disable():
+        with disable():
             expected = _run(handle.original, args, kwargs, list(leaves.values()))
         torch.set_rng_state(state)
         got = _run(handle, args, kwargs, list(leaves.values()))
@@ -91,7 +91,7 @@ def verify(target: Callable, *args: Any, **kwargs: Any) -> Verification:
     return Verification(errors, max((_TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0))
 
 
-def _leaves(handle: api.Handle, args: tuple, kwargs: dict) -> dict[str, Tensor]:
+def _leaves(handle: Handle, args: tuple, kwargs: dict) -> dict[str, Tensor]:
     found = {
         name: parameter
         for module in handle.modules

@@ -3,7 +3,7 @@
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from seqsplit.passes.capture.lower import Lowered, Region
+from seqsplit.passes.graph.lowered import Lowered, Region
 
 
 def trace(function, *inputs):

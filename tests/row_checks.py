@@ -12,8 +12,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from graphs import trace
+from seqsplit.ir.placement import Sum
 from seqsplit.passes.rules import registry
-from seqsplit.placement import Sum
 
 
 class Traced:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from seqsplit.linear_attention import linear_attention
-from seqsplit.recurrence import recurrence
+from seqsplit.ops.linear_attention import linear_attention
+from seqsplit.ops.linear_scan import linear_scan
 
 aten = torch.ops.aten
 A, B, C, D = 5, 3, 7, 2
@@ -258,8 +258,8 @@ CALLS = {
     ),
     "nll_inner": lambda: of(aten.nll_loss.default, x(A, 7), ints(7, A), None, 2),
     # States along time.
-    "recurrence": lambda: of(recurrence, x(A, C, B).sigmoid(), x(A, C, B), 1),
-    "recurrence_of_heads": lambda: of(recurrence, x(A, C, 1, 1).sigmoid(), x(A, C, B, D), 1),
+    "linear_scan": lambda: of(linear_scan, x(A, C, B).sigmoid(), x(A, C, B), 1),
+    "linear_scan_of_heads": lambda: of(linear_scan, x(A, C, 1, 1).sigmoid(), x(A, C, B, D), 1),
     "linear_attention": lambda: of(
         linear_attention, x(A, C, B, D), x(A, C, B, D), x(A, C, B, 4), -x(A, C, B).abs()
     ),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import seqsplit
 from compare import Pair
-from seqsplit.assumptions import BandedTable, band_of
+from seqsplit.ir.assumptions import BandedTable, band_of
 from zoo import HANDWRITTEN, batches, nano
 
 

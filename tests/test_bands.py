@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import output_of, trace
-from seqsplit.passes.bands import Band, Bands, Bias
-from seqsplit.passes.facts import propagate
+from seqsplit.passes.analysis.bands import Band, Bands, Bias
+from seqsplit.passes.analysis.facts import propagate
 
 T = 9
 

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import seqsplit
-from seqsplit import primitives
 from seqsplit.errors import NotStreamedError
+from seqsplit.ir.placement import Chunk, Kind, Span
+from seqsplit.ops import caches
 from seqsplit.passes.rules import registry
 from seqsplit.passes.split import attend, demand
-from seqsplit.placement import Chunk, Kind, Span
 from zoo.blocks import OfBlocks
 
 aten = torch.ops.aten
@@ -85,22 +85,22 @@ def test_a_wrong_row_is_caught(monkeypatch):
 
 
 def test_a_wrong_gradient_of_the_cached_read_is_caught(monkeypatch):
-    add = primitives.Cache.add_grad
+    add = caches.Cache.add_grad
 
     def wrong(self, grad, start):
         add(self, grad * (1 + 1e-6), start)
 
-    monkeypatch.setattr(primitives.Cache, "add_grad", wrong)
+    monkeypatch.setattr(caches.Cache, "add_grad", wrong)
     assert_caught()
 
 
 def test_rows_written_to_a_wrong_place_are_caught(monkeypatch):
-    write = primitives.Cache.write
+    write = caches.Cache.write
 
     def wrong(self, x, start, end):
         write(self, x.roll(1, self.dim), start, end)
 
-    monkeypatch.setattr(primitives.Cache, "write", wrong)
+    monkeypatch.setattr(caches.Cache, "write", wrong)
     assert_caught()
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from compare import Pair
-from seqsplit.flex import FlexAttention
+from seqsplit.ops.flex import FlexAttention
 from zoo import batches, hf, probe
 from zoo.weights import randomise
 

@@ -10,12 +10,13 @@ from torch import nn
 
 import seqsplit
 from graphs import trace
-from seqsplit import primitives
-from seqsplit.passes import pipeline, rounds
+from seqsplit.ir.placement import Sum
+from seqsplit.ops import caches
+from seqsplit.passes import pipeline
 from seqsplit.passes.checks import plan as check
+from seqsplit.passes.split import segments
 from seqsplit.passes.split.demand import Compute
-from seqsplit.placement import Sum
-from seqsplit.run import chunk_bounds
+from seqsplit.runtime.segment_run import chunk_bounds
 from test_regions import Sparse, sorted_groups
 from test_stencils import Hybrid
 from zoo import HANDWRITTEN, batches, hf
@@ -23,7 +24,7 @@ from zoo import HANDWRITTEN, batches, hf
 
 def caller_of(name):
     """The module that calls a pass by its name."""
-    return pipeline if hasattr(pipeline, name) else rounds
+    return pipeline if hasattr(pipeline, name) else segments
 
 
 def checked(monkeypatch):
@@ -162,7 +163,7 @@ def test_a_read_beyond_the_chunk_is_found(monkeypatch):
     found = [result for result, _ in Recorded(monkeypatch, "split").results]
     split = next(s for s in found if s.body.caches)
     body = copy.copy(split.body)
-    reads = (primitives.cached_read, primitives.cached_parts)
+    reads = (caches.cached_read, caches.cached_parts)
     node = next(n for n in body.module.graph.nodes if n.target in reads)
     length = [n for n in body.module.graph.nodes if n.op == "placeholder"][2]
     node.args = (*node.args[:4], length)

@@ -11,7 +11,8 @@ import seqsplit
 from benchmarks import common
 from benchmarks.batches import make_batch
 from benchmarks.models import DecoderShape
-from seqsplit import Schedule, api
+from seqsplit import Schedule
+from seqsplit.frontend.handle import handle_of
 
 SHAPE = DecoderShape(d=64, layers=3, heads=4, kv_heads=2, ff=96, vocab=211)
 
@@ -42,7 +43,7 @@ def test_compiled_islands_give_the_same_gradients(schedule):
     # Other chunks, other prefixes, another length, the second and third layer: nothing anew.
     assert_same(run(mine, make_batch(SHAPE, 61, 2)), run(model, make_batch(SHAPE, 61, 2)), 1e-9)
     assert counters["stats"]["unique_graphs"] == compiled
-    plan = api.handle_of(mine).log[0].plan
+    plan = handle_of(mine).log[0].plan
     islands = sum("island" in name for b in plan.bodies for name, _ in b.module.named_children())
     assert islands < compiled <= 4 * islands
 

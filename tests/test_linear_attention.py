@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from compare import Pair
-from seqsplit import linear_attention as op
-from seqsplit.primitives import Carry
+from seqsplit.ops import linear_attention as op
+from seqsplit.ops.caches import Carry
 from zoo import probe
 
 BLOCK = 4

@@ -10,8 +10,8 @@ import rule_calls
 from graphs import output_of, trace
 from row_checks import Traced, assert_holds
 from rule_calls import CALLS, A, B, C, aten, x
+from seqsplit.ir.placement import Chunk, Sum, Whole
 from seqsplit.passes.rules import registry
-from seqsplit.placement import Chunk, Sum, Whole
 
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.bool)
 # Other sizes to make the calls with: other primes, and dims of size 1.

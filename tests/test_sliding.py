@@ -7,9 +7,10 @@ from torch import nn
 
 import seqsplit
 from compare import compare
-from seqsplit import Schedule, run
+from seqsplit import Schedule
 from seqsplit.memory import track_memory
-from seqsplit.sliding import SlidingCache
+from seqsplit.ops.sliding import SlidingCache
+from seqsplit.runtime import segment_run
 
 VOCAB, WIDTH, HEADS, BATCH = 23, 16, 4, 2
 
@@ -84,7 +85,7 @@ def caches(monkeypatch):
             held = sum(rows.shape[self._dim] for rows in self.state.values())
             self.most = max(self.most, held)
 
-    monkeypatch.setattr(run, "SlidingCache", Watched)
+    monkeypatch.setattr(segment_run, "SlidingCache", Watched)
     return made
 
 

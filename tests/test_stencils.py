@@ -9,8 +9,8 @@ from torch import nn
 
 import seqsplit
 from compare import Pair
-from seqsplit import scan, stencil
-from seqsplit.primitives import Carry, keys_start
+from seqsplit.ops import scan, stencil
+from seqsplit.ops.caches import Carry, keys_start
 from zoo import batches, probe
 
 WIDTH = 20

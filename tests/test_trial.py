@@ -6,7 +6,8 @@ from torch import nn
 
 import seqsplit
 from graphs import output_of, trace
-from seqsplit import api, errors
+from seqsplit import errors
+from seqsplit.frontend import handle
 from seqsplit.passes.rules import registry
 from seqsplit.passes.trials.trial import tolerance
 from zoo import batches, probe
@@ -186,9 +187,9 @@ def test_bodies_are_compared_as_closely_as_ever(monkeypatch):
     """An error far below the op's own rounding."""
 
     def slightly_wrong(*args, **kwargs):
-        return tuple(value * (1 + 1e-8) for value in api.run_segment(*args, **kwargs))
+        return tuple(value * (1 + 1e-8) for value in handle.run_segment(*args, **kwargs))
 
-    executor = api.executor_running(slightly_wrong)
-    monkeypatch.setattr(api.Handle.__init__, "__defaults__", (executor,))
+    executor = handle.executor_running(slightly_wrong)
+    monkeypatch.setattr(handle.Handle.__init__, "__defaults__", (executor,))
     with pytest.raises(errors.NotStreamedError, match="does not equal the original"):
         check(lambda: Products(PLAIN), strict=True)

@@ -9,10 +9,10 @@ from torch import nn
 
 import seqsplit
 from compare import compare
-from seqsplit import weights
-from seqsplit.api import handle_of
+from seqsplit.frontend.handle import handle_of
+from seqsplit.ops import weights
+from seqsplit.ops.weights import WeightGradient
 from seqsplit.passes.split import unread
-from seqsplit.weights import WeightGradient
 from zoo.blocks import OfBlocks
 
 VOCAB, WIDTH, HEADS, LENGTH, BATCH = 23, 16, 2, 19, 2

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from seqsplit.api import handle_of
-from seqsplit.plan import Plan
+from seqsplit.frontend.handle import handle_of
+from seqsplit.ir.plan import Plan
 
 LENGTH, BATCH = 17, 2
 CHUNKS = (4, 7)

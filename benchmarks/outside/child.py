@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqsplit
-from seqsplit.api import handle_of
-from seqsplit.plan import Plan
+from seqsplit.frontend.handle import handle_of
+from seqsplit.ir.plan import Plan
 
 from ..catalogue.child import first_line, randomise
 from .options import BATCH, LENGTH, VOCAB, OptionSet

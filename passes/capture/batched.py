@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from ..structure import structure_of
+from seqsplit.passes.graph.structure import structure_of
 
 __all__ = ["gather_vmaps", "is_vmap"]
 

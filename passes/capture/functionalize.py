@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...errors import CaptureError
-from ...plan import Write
-from ...weights import with_values
+from seqsplit.errors import CaptureError
+from seqsplit.ir.plan import Write
+from seqsplit.ops.weights import with_values
 
 __all__ = ["functionalize"]
 

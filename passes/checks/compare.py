@@ -24,13 +24,14 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
 )
 
-from ..capture.batched import gather_vmaps
-from ..capture.lower import CHECKPOINT, Lowered, attribute_of, has_own_ops
-from ..rules.registry import takes_double
-from ..trials.double import as_double, double_call, double_dtype, own_call
-from .inputs import PROJECTIONS, Inputs, random_like
-from .samples import Samples
-from .validate import TOLERANCE, relative_error, without_history
+from seqsplit.passes.capture.batched import gather_vmaps
+from seqsplit.passes.capture.lower import CHECKPOINT, has_own_ops
+from seqsplit.passes.checks.inputs import PROJECTIONS, Inputs, random_like
+from seqsplit.passes.checks.samples import Samples
+from seqsplit.passes.checks.validate import TOLERANCE, relative_error, without_history
+from seqsplit.passes.graph.lowered import Lowered, attribute_of
+from seqsplit.passes.rules.registry import takes_double
+from seqsplit.passes.trials.double import as_double, double_call, double_dtype, own_call
 
 __all__ = ["Incomparable", "Unequal", "compare"]
 

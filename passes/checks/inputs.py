@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..capture.lower import Lowered
-from .samples import Samples
+from seqsplit.passes.checks.samples import Samples
+from seqsplit.passes.graph.lowered import Lowered
 
 __all__ = ["PROJECTIONS", "Inputs", "random_like"]
 

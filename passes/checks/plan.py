@@ -12,16 +12,16 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
-from ... import primitives
-from ...placement import Kind, Placement
-from ...plan import Body, Plan
-from ..capture.lower import Lowered, fake_mode_of
-from ..facts import Facts
-from ..rules.attention import SOFTMAX
-from ..rules.registry import pull
-from ..split.cut import Cuts, summing_row
-from ..split.demand import Compute, Demands
-from ..split.stitch import Placed
+from seqsplit.ir.placement import Kind, Placement
+from seqsplit.ir.plan import Body, Plan
+from seqsplit.ops import caches
+from seqsplit.passes.analysis.facts import Facts
+from seqsplit.passes.graph.lowered import Lowered, fake_mode_of
+from seqsplit.passes.rules.attention import SOFTMAX
+from seqsplit.passes.rules.registry import pull
+from seqsplit.passes.split.cut import Cuts, summing_row
+from seqsplit.passes.split.demand import Compute, Demands
+from seqsplit.passes.split.stitch import Placed
 
 __all__ = ["check_body", "check_demands", "check_graph", "check_plan"]
 
@@ -95,7 +95,7 @@ def check_body(body: Body, num_sizes: int) -> None:
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         assert schema is None or not schema.is_mutable, f"{node.target} changes its input"
-        if node.target in (primitives.cached_read, primitives.cached_parts):
+        if node.target in (caches.cached_read, caches.cached_parts):
             assert node.args[3:5] == (start, end), f"{node} reads beyond its chunk"
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..facts import Facts
-from ..trials.double import as_double
+from seqsplit.passes.analysis.facts import Facts
+from seqsplit.passes.trials.double import as_double
 
 __all__ = ["Samples"]
 

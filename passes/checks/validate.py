@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ... import attention
-from ...plan import Segment
-from ..capture.lower import attribute_of
-from ..facts import Facts, draws_random
-from ..rules.attention import SDPA
-from ..rules.registry import Row, operands_of, rows_of, takes_double
-from ..split.body import SplitSegment
-from ..trials.double import as_double, double_call, double_graph
-from ..trials.trial import Part, Trial, holds
-from .samples import Samples
+from seqsplit.ir.plan import Segment
+from seqsplit.ops import attention
+from seqsplit.passes.analysis.facts import Facts, draws_random
+from seqsplit.passes.checks.samples import Samples
+from seqsplit.passes.graph.lowered import attribute_of
+from seqsplit.passes.rules.attention import SDPA
+from seqsplit.passes.rules.registry import Row, operands_of, rows_of, takes_double
+from seqsplit.passes.split.body import SplitSegment
+from seqsplit.passes.trials.double import as_double, double_call, double_graph
+from seqsplit.passes.trials.trial import Part, Trial, holds
 
 __all__ = ["TOLERANCE", "Validator", "relative_error", "uneven_bounds", "without_history"]
 

@@ -26,12 +26,12 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.nn.attention.flex_attention import create_mask
 from torch.utils import _pytree as pytree
 
-from ...flex import FlexAttention
-from ..bands import Affine, Bands, Bias
-from ..capture.lower import Lowered
-from ..facts import Facts
-from ..structure import structure_of
-from ..trials.double import double_graph
+from seqsplit.ops.flex import FlexAttention
+from seqsplit.passes.analysis.bands import Affine, Bands, Bias
+from seqsplit.passes.analysis.facts import Facts
+from seqsplit.passes.graph.lowered import Lowered
+from seqsplit.passes.graph.structure import structure_of
+from seqsplit.passes.trials.double import double_graph
 
 __all__ = ["Flex", "find_flex"]
 

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from ..capture.lower import Lowered, Region
-from ..facts import FEW, fixed_dims
-from ..sizes import SizeWriter
-from ..tables import compute_tables
-from .reading import (
+from seqsplit.passes.analysis.facts import FEW, fixed_dims
+from seqsplit.passes.analysis.tables import compute_tables
+from seqsplit.passes.graph.lowered import Lowered, Region
+from seqsplit.passes.graph.sizes import SizeWriter
+from seqsplit.passes.rewrite.reading import (
     LENGTH,
     Fixed,
     Place,

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ...assumptions import SameValues
-from ...attention import documents_within
-from ..bands import Band, Bands
-from ..capture.lower import Lowered, custom_function, function_of
-from ..facts import Facts
-from ..trials.kernel import Given, Meaning, is_proved, reference
+from seqsplit.ir.assumptions import SameValues
+from seqsplit.ops.attention import documents_within
+from seqsplit.passes.analysis.bands import Band, Bands
+from seqsplit.passes.analysis.facts import Facts
+from seqsplit.passes.capture.lower import custom_function, function_of
+from seqsplit.passes.graph.lowered import Lowered
+from seqsplit.passes.trials.kernel import Given, Meaning, is_proved, reference
 
 __all__ = ["Kernel", "find_kernels"]
 

@@ -22,10 +22,10 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
-from ..capture.lower import Lowered, fake_mode_of
-from ..facts import Facts
-from ..rules.loss import ELEMENTWISE_LOSSES, MEAN, SUM
-from ..rules.registry import arguments_of
+from seqsplit.passes.analysis.facts import Facts
+from seqsplit.passes.graph.lowered import Lowered, fake_mode_of
+from seqsplit.passes.rules.loss import ELEMENTWISE_LOSSES, MEAN, SUM
+from seqsplit.passes.rules.registry import arguments_of
 
 __all__ = ["Writer", "drop_whole_slices", "normalize", "normalize_means", "size_of"]
 

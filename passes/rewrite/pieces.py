@@ -9,12 +9,12 @@ import sympy
 import torch
 from torch import fx
 
-from ..capture.lower import Lowered
-from ..capture.lower import Region as Contexts
-from ..rules.registry import takes_double
-from ..sizes import write_expression
-from ..structure import structure_of
-from ..trials.double import double_graph
+from seqsplit.passes.graph.lowered import Lowered
+from seqsplit.passes.graph.lowered import Region as Contexts
+from seqsplit.passes.graph.sizes import write_expression
+from seqsplit.passes.graph.structure import structure_of
+from seqsplit.passes.rules.registry import takes_double
+from seqsplit.passes.trials.double import double_graph
 
 __all__ = ["is_value", "write_piece"]
 

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 
-from ..capture.lower import Lowered
+from seqsplit.passes.graph.lowered import Lowered
 
 __all__ = [
     "LENGTH",

@@ -14,12 +14,12 @@ import re
 import torch
 from torch import fx
 
-from ..capture.lower import Lowered
-from ..capture.lower import Region as Contexts
-from ..facts import Facts, draws_random
-from ..rules.registry import rows_of
-from ..sizes import SizeWriter
-from .pieces import is_value, write_piece
+from seqsplit.passes.analysis.facts import Facts, draws_random
+from seqsplit.passes.graph.lowered import Lowered
+from seqsplit.passes.graph.lowered import Region as Contexts
+from seqsplit.passes.graph.sizes import SizeWriter
+from seqsplit.passes.rewrite.pieces import is_value, write_piece
+from seqsplit.passes.rules.registry import rows_of
 
 __all__ = ["Regions", "has_rows"]
 

@@ -15,9 +15,9 @@ import sympy
 import torch
 from torch import fx
 
-from ..capture.lower import Lowered
-from ..rules.registry import arguments_of
-from .normalize import Writer, size_of
+from seqsplit.passes.graph.lowered import Lowered
+from seqsplit.passes.rewrite.normalize import Writer, size_of
+from seqsplit.passes.rules.registry import arguments_of
 
 __all__ = ["gather_skews"]
 

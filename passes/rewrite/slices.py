@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..capture.lower import Lowered
-from ..rules.registry import arguments_of
-from .normalize import Writer
+from seqsplit.passes.graph.lowered import Lowered
+from seqsplit.passes.rewrite.normalize import Writer
+from seqsplit.passes.rules.registry import arguments_of
 
 __all__ = ["take_off"]
 

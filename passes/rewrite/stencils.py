@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ... import stencil
-from ..facts import Facts
-from ..rules.registry import arguments_of
-from .normalize import Writer, size_of
+from seqsplit.ops import stencil
+from seqsplit.passes.analysis.facts import Facts
+from seqsplit.passes.rewrite.normalize import Writer, size_of
+from seqsplit.passes.rules.registry import arguments_of
 
 __all__ = [
     "STENCILS",

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from ...linear_attention import linear_attention
-from ..capture.lower import Lowered
-from ..capture.lower import Region as Contexts
-from ..facts import Facts, draws_random
-from ..scans import SCANS
-from ..sizes import SizeWriter
-from .pieces import is_value, write_piece
-from .regions import has_rows
-from .stencils import WindowedPiece, windowed_of
+from seqsplit.ops.linear_attention import linear_attention
+from seqsplit.passes.analysis.facts import Facts, draws_random
+from seqsplit.passes.graph.lowered import Lowered
+from seqsplit.passes.graph.lowered import Region as Contexts
+from seqsplit.passes.graph.sizes import SizeWriter
+from seqsplit.passes.rewrite.pieces import is_value, write_piece
+from seqsplit.passes.rewrite.regions import has_rows
+from seqsplit.passes.rewrite.stencils import WindowedPiece, windowed_of
+from seqsplit.passes.rules.scans import SCANS
 
 __all__ = ["Windows"]
 

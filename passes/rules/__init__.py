@@ -3,7 +3,7 @@
 Importing this package fills the registry.
 """
 
-from . import (
+from seqsplit.passes.rules import (
     attention,
     contraction,
     convolution,
@@ -14,7 +14,16 @@ from . import (
     reduction,
     views,
 )
-from .registry import Operand, Row, Unsplittable, pull, rewrite_arguments, rows_of, rule, sum_rows
+from seqsplit.passes.rules.registry import (
+    Operand,
+    Row,
+    Unsplittable,
+    pull,
+    rewrite_arguments,
+    rows_of,
+    rule,
+    sum_rows,
+)
 
 __all__ = [
     "Operand",

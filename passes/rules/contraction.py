@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from ...placement import Chunk, Placement, Sum, Whole
-from .pointwise import broadcast
-from .registry import Operand, rule
+from seqsplit.ir.placement import Chunk, Placement, Sum, Whole
+from seqsplit.passes.rules.pointwise import broadcast
+from seqsplit.passes.rules.registry import Operand, rule
 
 aten = torch.ops.aten
 

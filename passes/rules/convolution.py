@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ...placement import Chunk, Placement, Sum, Whole
-from .registry import Operand, rule
+from seqsplit.ir.placement import Chunk, Placement, Sum, Whole
+from seqsplit.passes.rules.registry import Operand, rule
 
 aten = torch.ops.aten
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...placement import Chunk, Placement, Whole
-from .registry import Operand, rule
+from seqsplit.ir.placement import Chunk, Placement, Whole
+from seqsplit.passes.rules.registry import Operand, rule
 
 aten = torch.ops.aten
 

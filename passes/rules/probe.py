@@ -18,10 +18,10 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from ...placement import Chunk, Placement, Whole
-from ..sizes import quotient
-from ..structure import kind_of
-from ..trials.trial import Shape, Trial, holds
+from seqsplit.ir.placement import Chunk, Placement, Whole
+from seqsplit.passes.graph.sizes import quotient
+from seqsplit.passes.graph.structure import kind_of
+from seqsplit.passes.trials.trial import Shape, Trial, holds
 
 __all__ = ["probe", "takes_double"]
 

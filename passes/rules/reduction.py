@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ...linear_attention import linear_attention
-from ...placement import Chunk, Placement, Sum, Whole
-from ...recurrence import recurrence
-from ..scans import final_state_of, recurrence_of
-from .pointwise import broadcast
-from .registry import Operand, rule
+from seqsplit.ir.placement import Chunk, Placement, Sum, Whole
+from seqsplit.ops.linear_attention import linear_attention
+from seqsplit.ops.linear_scan import linear_scan
+from seqsplit.passes.rules.pointwise import broadcast
+from seqsplit.passes.rules.registry import Operand, rule
+from seqsplit.passes.rules.scans import final_state_of, recurrence_of
 
 aten = torch.ops.aten
 
@@ -126,7 +126,7 @@ def along_one_dim(operands: list[Operand], dim: Any = None, dims: Any = None) ->
             yield Chunk(kept), *(Chunk(kept) for _ in operands)
 
 
-@rule(recurrence)
+@rule(linear_scan)
 def along_time(operands: list[Operand], out: Operand, arg2: int) -> Rows:
     for kept in range(out.ndim):
         if kept != arg2:

@@ -36,9 +36,9 @@ import sympy
 import torch
 from torch import fx
 
-from ...placement import Placement, Span, Sum, Whole
-from ..sizes import quotient
-from . import probe as by_execution
+from seqsplit.ir.placement import Placement, Span, Sum, Whole
+from seqsplit.passes.graph.sizes import quotient
+from seqsplit.passes.rules import probe as by_execution
 
 __all__ = [
     "Operand",

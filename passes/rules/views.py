@@ -18,9 +18,9 @@ from typing import Any
 import sympy
 import torch
 
-from ...placement import Chunk, Placement, Whole
-from ..sizes import quotient
-from .registry import Operand, rule
+from seqsplit.ir.placement import Chunk, Placement, Whole
+from seqsplit.passes.graph.sizes import quotient
+from seqsplit.passes.rules.registry import Operand, rule
 
 aten = torch.ops.aten
 

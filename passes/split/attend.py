@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...assumptions import Assumption
-from ...placement import Kind, Span
-from ..bands import Band, Bands, Bias
-from ..facts import Facts
-from ..rewrite.stencils import STENCILS, windowed_of
-from ..rules.attention import SDPA, SOFTMAX, kernel_of
-from ..rules.registry import arguments_of, operands_of, rows_of, sum_rows
-from ..scans import SCANS, recurrence_of, scanned_dim
+from seqsplit.ir.assumptions import Assumption
+from seqsplit.ir.placement import Kind, Span
+from seqsplit.passes.analysis.bands import Band, Bands, Bias
+from seqsplit.passes.analysis.facts import Facts
+from seqsplit.passes.rewrite.stencils import STENCILS, windowed_of
+from seqsplit.passes.rules.attention import SDPA, SOFTMAX, kernel_of
+from seqsplit.passes.rules.registry import arguments_of, operands_of, rows_of, sum_rows
+from seqsplit.passes.rules.scans import SCANS, recurrence_of, scanned_dim
 
 __all__ = ["Reads", "attend"]
 

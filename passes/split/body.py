@@ -16,23 +16,22 @@ import sympy
 import torch
 from torch import fx
 
-from ... import attention, primitives, stencil, weights
-from ...placement import Kind, Placement, Span
-from ...plan import Body, BodyInput, BodyOutput, CacheSpec
-from ..capture.lower import Region
-from ..facts import Facts, draws_random
-from ..rewrite.stencils import windowed_of
-from ..rules.registry import (
+from seqsplit.ir.placement import Kind, Placement, Span
+from seqsplit.ir.plan import Body, BodyInput, BodyOutput, CacheSpec
+from seqsplit.ops import attention, caches, replay, stencil, views, weights
+from seqsplit.passes.analysis.facts import Facts, draws_random
+from seqsplit.passes.graph.lowered import Region
+from seqsplit.passes.graph.sizes import OPERATORS, write_expression
+from seqsplit.passes.rewrite.stencils import windowed_of
+from seqsplit.passes.rules.registry import (
     Unsplittable,
     arguments_of,
     operands_of,
     rewrite_arguments,
     takes_double,
 )
-from ..scans import SCANS
-from ..sizes import OPERATORS, write_expression
-from ..stateful.calls import on_chunk
-from .demand import (
+from seqsplit.passes.rules.scans import SCANS
+from seqsplit.passes.split.demand import (
     Attend,
     AttendByKernel,
     Compute,
@@ -44,7 +43,8 @@ from .demand import (
     Scan,
     Stencil,
 )
-from .unread import without_unread
+from seqsplit.passes.split.unread import without_unread
+from seqsplit.passes.stateful.calls import on_chunk
 
 __all__ = ["SplitSegment", "split"]
 
@@ -122,7 +122,7 @@ class _Writer:
             return self._start
         if span.window is None:
             return 0
-        return self._call(primitives.keys_start, self._start, span.window)
+        return self._call(caches.keys_start, self._start, span.window)
 
     def size(self, size: sympy.Expr, span: Span | None = None) -> Any:
         """A size of the chunk's own tensor, as a number or a node."""
@@ -272,7 +272,7 @@ class _Writer:
         x, first = self._values[node, rows], self.first(recipe.span)
         if (node, placement) in self._wanted_in_parts:
             both = self._call(
-                primitives.cached_parts, x, cache, first, self._start, self._end, once=False
+                caches.cached_parts, x, cache, first, self._start, self._end, once=False
             )
             self._reads.append(both)
             self._parts[node, placement] = (
@@ -281,7 +281,7 @@ class _Writer:
             )
         else:
             read = self._call(
-                primitives.cached_read, x, cache, first, self._start, self._end, once=False
+                caches.cached_read, x, cache, first, self._start, self._end, once=False
             )
             self._reads.append(read)
             self._values[node, placement] = read
@@ -301,7 +301,7 @@ class _Writer:
             args, kwargs = _as_call(node.target, arguments)
         else:
             args, kwargs = tuple(arguments.values()), {}
-        target = primitives.sliced if node.target is aten.slice.Tensor else node.target
+        target = views.sliced if node.target is aten.slice.Tensor else node.target
         if not kwargs and (by_weight := self._by_weight(node, args)) is not None:
             target, args = by_weight
         new = self._op(node, target, args, kwargs)
@@ -423,7 +423,7 @@ class _Writer:
         if draws_random(node):
             self._replay = self._replay or self._placeholder("replay")
             args = (self._replay, self._num_random, *args)
-            target = primitives.replayed(target)
+            target = replay.replayed(target)
             self._num_random += 1
         new = self._graph.call_function(target, args, kwargs)
         new.meta = {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack")}
@@ -507,7 +507,7 @@ def _takes_parts(recipe: Recipe) -> bool:
     return isinstance(recipe, Attend) and recipe.parts
 
 
-_NUMBERS = {*OPERATORS.values(), operator.sub, primitives.keys_start}
+_NUMBERS = {*OPERATORS.values(), operator.sub, caches.keys_start}
 
 
 def _as_call(target: torch._ops.OpOverload, arguments: dict[str, Any]) -> tuple[tuple, dict]:

@@ -22,11 +22,11 @@ import sympy
 import torch
 from torch import fx
 
-from ...placement import Chunk, Placement, Span, Sum
-from ..facts import Facts
-from ..rules.registry import operands_of, rows_of, sum_rows
-from ..sizes import quotient
-from .attend import Reads
+from seqsplit.ir.placement import Chunk, Placement, Span, Sum
+from seqsplit.passes.analysis.facts import Facts
+from seqsplit.passes.graph.sizes import quotient
+from seqsplit.passes.rules.registry import operands_of, rows_of, sum_rows
+from seqsplit.passes.split.attend import Reads
 
 __all__ = ["Cuts", "Group", "choose_cuts"]
 

@@ -29,14 +29,14 @@ import sympy
 import torch
 from torch import fx
 
-from ...placement import Chunk, Kind, Placement, Prefix, Span, Whole
-from ..facts import Facts
-from ..rewrite.stencils import STENCILS, reach_of, sequence_dim_of, windowed_of
-from ..rules.attention import SDPA, SOFTMAX, kernel_of
-from ..rules.registry import Unsplittable, arguments_of, contracted, operands_of, pull
-from ..scans import SCANS, final_state_of, recurrence_of, scanned_dim
-from .attend import Read, Reads
-from .cut import summing_row
+from seqsplit.ir.placement import Chunk, Kind, Placement, Prefix, Span, Whole
+from seqsplit.passes.analysis.facts import Facts
+from seqsplit.passes.rewrite.stencils import STENCILS, reach_of, sequence_dim_of, windowed_of
+from seqsplit.passes.rules.attention import SDPA, SOFTMAX, kernel_of
+from seqsplit.passes.rules.registry import Unsplittable, arguments_of, contracted, operands_of, pull
+from seqsplit.passes.rules.scans import SCANS, final_state_of, recurrence_of, scanned_dim
+from seqsplit.passes.split.attend import Read, Reads
+from seqsplit.passes.split.cut import summing_row
 
 __all__ = [
     "AddedLater",

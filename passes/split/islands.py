@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...plan import Body
-from ...primitives import keys_start
-from ..sizes import OPERATORS
+from seqsplit.ir.plan import Body
+from seqsplit.ops.caches import keys_start
+from seqsplit.passes.graph.sizes import OPERATORS
 
 __all__ = ["compile_islands"]
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from ...plan import Again, ChainSpec
-from ...schedule import Schedule
-from ..facts import Facts
-from .cut import bytes_per_token
+from seqsplit.ir.plan import Again, ChainSpec
+from seqsplit.passes.analysis.facts import Facts
+from seqsplit.passes.split.cut import bytes_per_token
+from seqsplit.schedule import Schedule
 
 __all__ = ["Reversal", "chain_of", "reverse_chain"]
 

@@ -15,14 +15,14 @@ import sympy
 import torch
 from torch import fx
 
-from ...plan import Segment
-from ...schedule import Schedule
-from ..capture.lower import Region
-from ..facts import Facts
-from ..sizes import symbol_source, write_expression
-from .body import SplitSegment
-from .cut import Cuts
-from .schedule import chain_of
+from seqsplit.ir.plan import Segment
+from seqsplit.passes.analysis.facts import Facts
+from seqsplit.passes.graph.lowered import Region
+from seqsplit.passes.graph.sizes import symbol_source, write_expression
+from seqsplit.passes.split.body import SplitSegment
+from seqsplit.passes.split.cut import Cuts
+from seqsplit.passes.split.schedule import chain_of
+from seqsplit.schedule import Schedule
 
 __all__ = ["Placed", "stitch"]
 

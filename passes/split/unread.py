@@ -13,13 +13,13 @@ import operator
 import torch
 from torch import fx
 
-from ... import primitives, weights
+from seqsplit.ops import caches, views, weights
 
 __all__ = ["without_unread"]
 
 aten = torch.ops.aten
 
-_READS = (primitives.cached_read, primitives.cached_parts)
+_READS = (caches.cached_read, caches.cached_parts)
 # Linear in each operand, so that a gradient asks for none of them.
 _SUMS = {
     aten.add.Tensor,
@@ -35,7 +35,7 @@ _SUMS = {
     aten._to_copy.default,
     aten.dropout.default,  # asks for its mask
     aten.native_dropout.default,
-    primitives.sliced,
+    views.sliced,
     operator.getitem,
 }
 # Linear in the first one: a gradient for the second would ask for its value.

@@ -26,9 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...errors import InvalidOptionError, format_message
-from ...placement import Chunk, Placement, Whole
-from ...scan import recurrent_rows
+from seqsplit.errors import InvalidOptionError, format_message
+from seqsplit.ir.placement import Chunk, Placement, Whole
+from seqsplit.ops.scan import recurrent_rows
 
 __all__ = [
     "Call",

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.experimental.symbolic_shapes import is_symbolic
 
-from ..trials.kernel import TOLERANCES
-from .calls import Call, Convention, Recurrence, Size, call_of, chained
+from seqsplit.passes.stateful.calls import Call, Convention, Recurrence, Size, call_of, chained
+from seqsplit.passes.trials.kernel import TOLERANCES
 
 __all__ = ["recurrence_of_call"]
 

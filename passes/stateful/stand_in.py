@@ -27,8 +27,8 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from .calls import Convention, convention_of, registered
-from .proof import recurrence_of_call
+from seqsplit.passes.stateful.calls import Convention, convention_of, registered
+from seqsplit.passes.stateful.proof import recurrence_of_call
 
 __all__ = ["keeps_recurrent", "recurrent_functions", "standing_in"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from .double import as_double
+from seqsplit.passes.trials.double import as_double
 
 __all__ = ["TOLERANCES", "Given", "Meaning", "is_proved", "reference"]
 

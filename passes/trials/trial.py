@@ -37,8 +37,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ...placement import Placement
-from .double import double_call, own_call
+from seqsplit.ir.placement import Placement
+from seqsplit.passes.trials.double import double_call, own_call
 
 __all__ = ["Part", "Shape", "Trial", "holds", "tolerance"]
 

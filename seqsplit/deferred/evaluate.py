@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..options import Options
-from ..placement import Chunk, Placement, Sum
-from ..plan import Body, BodyInput, BodyOutput, Segment
-from ..run import chunk_bounds
-from ..runtime import run_segment
-from .expression import Call, Node, Operand, Operation, Source
+from seqsplit.deferred.expression import Call, Node, Operand, Operation, Source
+from seqsplit.ir.placement import Chunk, Placement, Sum
+from seqsplit.ir.plan import Body, BodyInput, BodyOutput, Segment
+from seqsplit.options import Options
+from seqsplit.runtime.segment_function import run_segment
+from seqsplit.runtime.segment_run import chunk_bounds
 
 __all__ = ["compute", "compute_total", "fits_one_chunk"]
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..options import Options
-from .evaluate import fits_one_chunk
-from .expression import Layout, Operand, Source, Value
-from .rowwise import apply
-from .tensor import DeferredTensor
+from seqsplit.deferred.evaluate import fits_one_chunk
+from seqsplit.deferred.expression import Layout, Operand, Source, Value
+from seqsplit.deferred.rowwise import apply
+from seqsplit.deferred.tensor import DeferredTensor
+from seqsplit.options import Options
 
 __all__ = ["defer_logits"]
 

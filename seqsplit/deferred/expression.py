@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..autocast import Autocast
-from ..errors import StaleLogitsError, format_message
+from seqsplit.errors import StaleLogitsError, format_message
+from seqsplit.ops.autocast import Autocast
 
 __all__ = [
     "Layout",

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..plan import Body, Segment
-from ..primitives import Replay
-from ..runtime import run_segment
-from .expression import Layout, Operand, Seen, Source, Value
-from .rowwise import apply
-from .tensor import DeferredTensor
+from seqsplit.deferred.expression import Layout, Operand, Seen, Source, Value
+from seqsplit.deferred.rowwise import apply
+from seqsplit.deferred.tensor import DeferredTensor
+from seqsplit.ir.plan import Body, Segment
+from seqsplit.ops.replay import Replay
+from seqsplit.runtime.segment_function import run_segment
 
 __all__ = ["defer"]
 

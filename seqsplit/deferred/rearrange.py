@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .expression import Layout, Node, unless_all
+from seqsplit.deferred.expression import Layout, Node, unless_all
 
 __all__ = ["Rearranged", "joining", "rearrange"]
 

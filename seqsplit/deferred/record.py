@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..errors import SeqsplitError, format_message
-from .expression import Operand, Value, concatenate, select
-from .rearrange import Rearranged, joining, rearrange
-from .rowwise import apply
-from .tensor import DeferredTensor, current
-from .totals import Total, as_total
-from .write import ABOUT_AUTOGRAD, is_write, write
+from seqsplit.deferred.expression import Operand, Value, concatenate, select
+from seqsplit.deferred.rearrange import Rearranged, joining, rearrange
+from seqsplit.deferred.rowwise import apply
+from seqsplit.deferred.tensor import DeferredTensor, current
+from seqsplit.deferred.totals import Total, as_total
+from seqsplit.deferred.write import ABOUT_AUTOGRAD, is_write, write
+from seqsplit.errors import SeqsplitError, format_message
 
 __all__ = ["HOOKS", "record"]
 

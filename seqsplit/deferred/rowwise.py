@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..autocast import Autocast
-from ..loops import own_saved_tensors
-from .expression import Layout, Node, Operand, Operation, Result, Source, Value
+from seqsplit.deferred.expression import Layout, Node, Operand, Operation, Result, Source, Value
+from seqsplit.ops.autocast import Autocast
+from seqsplit.ops.held import own_saved_tensors
 
 __all__ = ["apply"]
 

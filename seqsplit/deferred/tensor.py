@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..errors import MaterializedWarning, format_message
-from ..options import Options
-from .evaluate import compute, fits_one_chunk
-from .expression import Layout, Node, Source, detached
+from seqsplit.deferred.evaluate import compute, fits_one_chunk
+from seqsplit.deferred.expression import Layout, Node, Source, detached
+from seqsplit.errors import MaterializedWarning, format_message
+from seqsplit.options import Options
 
 __all__ = ["DeferredTensor", "current", "look"]
 
@@ -232,7 +232,7 @@ class DeferredTensor(Tensor):
             if func in _METADATA:
                 computed = args[0]._result
                 return func(args[0] if computed is None else computed, *args[1:], **kwargs)
-            from .record import HOOKS, record  # which makes deferred tensors
+            from seqsplit.deferred.record import HOOKS, record  # which makes deferred tensors
 
             recorded = record(func, args, kwargs)
             if recorded is not NotImplemented:

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .evaluate import compute_total
-from .tensor import DeferredTensor
+from seqsplit.deferred.evaluate import compute_total
+from seqsplit.deferred.tensor import DeferredTensor
 
 __all__ = ["Total", "as_total"]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..errors import SeqsplitError, format_message
-from .tensor import DeferredTensor, look
+from seqsplit.deferred.tensor import DeferredTensor, look
+from seqsplit.errors import SeqsplitError, format_message
 
 __all__ = ["ABOUT_AUTOGRAD", "is_write", "write"]
 

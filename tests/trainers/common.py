@@ -17,8 +17,8 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import seqsplit
+from seqsplit.ir.plan import Plan
 from seqsplit.passes import NothingToSplit
-from seqsplit.plan import Plan
 from zoo.weights import randomise
 
 SMALL = {"chunk_size": 16, "head_chunk_size": 16}

@@ -2,13 +2,13 @@
 
 import pytest
 
-from seqsplit import api
+from seqsplit.frontend import handle
 
 
 @pytest.fixture
 def plans(monkeypatch):
     """Every plan that is made from now on, or the error in place of one."""
-    made, build_plan = [], api.build_plan
+    made, build_plan = [], handle.build_plan
 
     def recording(*args, **kwargs):
         try:
@@ -19,5 +19,5 @@ def plans(monkeypatch):
         made.append(plan)
         return plan
 
-    monkeypatch.setattr(api, "build_plan", recording)
+    monkeypatch.setattr(handle, "build_plan", recording)
     return made

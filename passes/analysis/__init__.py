@@ -1,0 +1,1 @@
+"""What is known of every value of a graph; nothing here changes one."""

@@ -1,0 +1,1 @@
+"""Between the user's call and a plan: Dynamo, and what a compiled callable does."""

@@ -1,0 +1,1 @@
+"""What a step will need: rehearsed without data, forecast for any length."""

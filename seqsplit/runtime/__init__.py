@@ -1,0 +1,1 @@
+"""The runtime: executes segments chunk by chunk. It decides nothing."""
