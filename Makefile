@@ -7,6 +7,7 @@
 # make trainers  measure memory inside trainers, write docs/trainers.md
 # make planning  predict the longest sequences of published models, write docs/planning.md
 # make outside   try decoders of other packages, write docs/coverage-outside.md
+# make walkthrough  write docs/walkthrough.md, one model on its way through the passes
 # make fuzz   try N random decoders (make fuzz N=2000)
 # make gpu    measure on a GPU, with the Python that has torch; installs nothing
 # make lint   check style and formatting
@@ -30,7 +31,7 @@ PYTEST = OMP_NUM_THREADS=1 $(VENV_PYTHON) -m pytest -n $(WORKERS)
 SITE := .cache/site
 STREAMBP := .cache/streambp
 
-.PHONY: help demo test bench streambp coverage objectives trainers planning outside fuzz gpu lint
+.PHONY: help demo test bench streambp coverage objectives trainers planning outside fuzz gpu lint walkthrough
 .PHONY: clean
 .DELETE_ON_ERROR:
 .PRECIOUS: $(VENV)/.installed-%
@@ -77,6 +78,9 @@ planning: $(VENV)/.installed-test
 
 outside: $(VENV)/.installed-test
 	$(VENV_PYTHON) -m benchmarks.outside --workers $(WORKERS)
+
+walkthrough: $(VENV)/.installed-test
+	$(VENV_PYTHON) docs/walkthrough.py
 
 N ?= 200
 fuzz: $(VENV)/.installed-test

@@ -1,24 +1,9 @@
-"""The pipeline: from Dynamo's graph to a plan. It reads as a table of contents.
-
-1. lower      torch-level graph -> functional ATen graph with symbolic sizes; a length that the
-              model's code has fixed becomes a symbol again
-2. normalize  means become sums over counts, shape-only operands become sizes
-   kernels    calls of fused attention that others have written
-3. propagate  what each value is: outer or active, which dims grow with the sequence
-4. attend     which keys each attention needs
-5. cut        which values are kept whole between segments
-6. split      each segment's demands -> a chunk body; equal bodies are shared
-7. validate   each distinct body against its original subgraph
-   compare    the lowered graph against Dynamo's
-8. stitch     the outer graph, one node per segment
-
-Steps 5 to 7 are repeated (:mod:`.rounds`): what cannot be split is found on the way.
-"""
+"""The pipeline: from Dynamo's graph to a plan. ``PASSES`` reads as a table of contents."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -26,12 +11,12 @@ from torch import fx
 from seqsplit.errors import NotStreamedError, format_message
 from seqsplit.ir.plan import Body, Plan
 from seqsplit.options import Options
-from seqsplit.passes.analysis.facts import Facts, find_sequence, fixed_length, propagate
+from seqsplit.passes.analysis.facts import Facts, find_sequence, fixed_length
 from seqsplit.passes.capture.lower import lower
 from seqsplit.passes.checks.compare import Incomparable, compare
 from seqsplit.passes.checks.plan import check_plan
 from seqsplit.passes.checks.samples import Samples
-from seqsplit.passes.checks.validate import Validator
+from seqsplit.passes.driver import Context, Executor, Pass, run_passes
 from seqsplit.passes.graph.lowered import Lowered
 from seqsplit.passes.graph.sizes import express_sizes
 from seqsplit.passes.rewrite.flex import find_flex
@@ -39,38 +24,107 @@ from seqsplit.passes.rewrite.free_length import free_length
 from seqsplit.passes.rewrite.kernels import find_kernels
 from seqsplit.passes.rewrite.linear_scans import find_linear_scans
 from seqsplit.passes.rewrite.normalize import normalize, normalize_means
-from seqsplit.passes.rewrite.regions import Regions
 from seqsplit.passes.rewrite.skews import gather_skews
 from seqsplit.passes.rewrite.slices import take_off
 from seqsplit.passes.rewrite.stencils import normalize_stencils
-from seqsplit.passes.rewrite.windows import Windows
-from seqsplit.passes.split.attend import attend
+from seqsplit.passes.segments import find_segments
 from seqsplit.passes.split.islands import compile_islands
-from seqsplit.passes.split.segments import Clock, Regrouped, Rounds
 from seqsplit.passes.split.stitch import Placed, stitch
 
-__all__ = ["Executor", "build_plan"]
+__all__ = ["PASSES", "build_plan"]
 
 _TOO_LONG = "no length short enough takes the model's branches here"
 _NOT_COMPARED = "the lowered graph was not compared with the captured one"
 
 
-@dataclass(frozen=True)
-class Executor:
-    """The functions of the runtime that a plan calls; handed in, so that passes do not depend on
-    it.
+def _rewriting(rewrite: Callable[[Lowered], Any]) -> Callable[[Lowered, Context], Lowered]:
+    """A pass that changes the graph in place and needs nothing else."""
 
-    Attributes:
-        run: runs a segment.
-        defer: makes a value that runs a segment when it is looked at.
-        new_chain: makes what the segments of one call keep in common.
-        link: a segment's place in it.
-    """
+    def apply(graph: Lowered, context: Context) -> Lowered:
+        rewrite(graph)
+        return graph
 
-    run: Callable
-    defer: Callable
-    new_chain: Callable
-    link: Callable
+    return apply
+
+
+def _with_facts(rewrite: Callable[[Facts], bool]) -> Callable[[Lowered, Context], Lowered]:
+    """A pass that is repeated while it changes the graph, by what is known of its values."""
+
+    def apply(graph: Lowered, context: Context) -> Lowered:
+        while rewrite(context.facts(graph)):
+            express_sizes(graph)
+            context.forget_facts()
+        return graph
+
+    return apply
+
+
+def _lower(captured: fx.GraphModule, context: Context) -> Lowered:
+    return lower(captured, context.examples)
+
+
+def _free_length(graph: Lowered, context: Context) -> Lowered:
+    context.as_captured = graph
+    return free_length(graph, context.examples, context.options.seq_dim) or graph
+
+
+def _find_kernels(graph: Lowered, context: Context) -> Lowered:
+    find_kernels(graph, context.examples)
+    return graph
+
+
+def _find_sequence(graph: Lowered, context: Context) -> Lowered:
+    context.sequence = find_sequence(graph, context.options.seq_dim)
+    return graph
+
+
+def _find_segments(graph: Lowered, context: Context) -> Lowered:
+    find_segments(graph, context)
+    if not context.placed:
+        if graph is not context.as_captured:  # a width of the model was freed, and not the length
+            find_sequence(context.as_captured, context.options.seq_dim)
+        if context.facts(graph).keeps_activations:
+            raise fixed_length(graph.hints.get(context.sequence, 0))
+    return graph
+
+
+def _compare(graph: Lowered, context: Context) -> Lowered:
+    """Differences raise an error; what cannot be tried is noted."""
+    if (samples := context.samples) is None:
+        return graph
+    if graph.fixed_length is not None:  # all that the captured graph takes
+        samples = Samples(context.facts(graph), context.examples, at=graph.fixed_length)
+    if samples.length is None:
+        context.unchecked.append(_TOO_LONG)
+        return graph
+    try:
+        compare(context.captured, graph, samples)
+    except Incomparable as error:
+        context.unchecked.append(f"{_NOT_COMPARED}: {error}")
+    return graph
+
+
+PASSES = (
+    # One functional graph of ATen ops, taken above autograd, with a symbol for the length.
+    Pass("lower", _lower),
+    Pass("find linear scans", _rewriting(find_linear_scans)),
+    Pass("free length", _free_length),
+    # The same in ops that rules split.
+    Pass("normalize", _rewriting(normalize)),
+    Pass("take off slices", _rewriting(take_off)),
+    Pass("gather skews", _rewriting(gather_skews)),
+    Pass("express sizes", _rewriting(express_sizes)),
+    Pass("find kernels", _find_kernels),
+    Pass("find flex", _rewriting(find_flex)),
+    # What grows with the sequence, and what is to be said differently once that is known.
+    Pass("find sequence", _find_sequence),
+    Pass("normalize means", _with_facts(normalize_means)),
+    Pass("normalize stencils", _with_facts(normalize_stencils)),
+    # Reads of keys, cuts, demands and chunk bodies, each tried against its original.
+    Pass("find segments", _find_segments),
+    # The whole lowered graph against the captured one.
+    Pass("compare", _compare),
+)
 
 
 def build_plan(
@@ -93,52 +147,10 @@ def build_plan(
         NothingToSplit: the graph has no sequence of more than one position.
         NotStreamedError: ``options.strict`` and something would run whole.
     """
-    clock = Clock()
-    with clock("lower"):
-        as_captured = lower(captured, examples)
-        find_linear_scans(as_captured)
-        lowered = free_length(as_captured, examples, options.seq_dim) or as_captured
-    with clock("normalize"):
-        normalize(lowered)
-        take_off(lowered)
-        gather_skews(lowered)
-        express_sizes(lowered)
-    with clock("kernels"):
-        find_kernels(lowered, examples)
-        find_flex(lowered)
-    with clock("propagate"):
-        sequence = find_sequence(lowered, options.seq_dim)
-        facts = propagate(lowered, sequence)
-        if normalize_means(facts):
-            express_sizes(lowered)
-            facts = propagate(lowered, sequence)
-        while normalize_stencils(facts):
-            express_sizes(lowered)
-            facts = propagate(lowered, sequence)
-    regions, windows = Regions(lowered), Windows(lowered)
-    while True:
-        with clock("attend"):
-            reads = attend(facts, examples)
-        samples = Samples(facts, examples) if options.validate else None
-        validator = Validator(facts, samples, executor.run) if samples is not None else None
-        rounds = Rounds(facts, reads, options, clock, regions, windows)
-        try:
-            placed, cuts = rounds.run(validator)
-            break
-        except Regrouped:
-            facts = propagate(lowered, sequence)
-    if not placed and lowered is not as_captured:  # a width of the model, and not the length
-        find_sequence(as_captured, options.seq_dim)
-    if not placed and facts.keeps_activations:
-        raise fixed_length(lowered.hints.get(sequence, 0))
-    unchecked = []
-    if samples is not None:
-        if lowered.fixed_length is not None:  # all that the captured graph takes
-            samples = Samples(facts, examples, at=lowered.fixed_length)
-        with clock("compare"):
-            unchecked = _unchecked(captured, lowered, samples)
-    if options.strict and rounds.entries:
-        scope, reason = rounds.entries[0]
+    context = Context(captured, examples, options, executor)
+    graph = run_passes(PASSES, context)
+    if options.strict and context.entries:
+        scope, reason = context.entries[0]
         raise NotStreamedError(
             format_message(
                 "strict=True, and a part of the model would run whole",
@@ -147,43 +159,32 @@ def build_plan(
                 fix="register a rule (docs/op-rules.md), or compile with strict=False",
             )
         )
-
-    def finish(options: Options) -> Plan:
-        with clock("stitch"):
-            own = [_under(options, item) for item in placed]
-            own = _with_islands(own, options.inner) if options.inner else own
-            module = stitch(facts, cuts, own, executor, options.schedule)
-        plan = Plan(
-            module,
-            [item.segment for item in own if not item.deferred],
-            rounds.entries,
-            _length_at(facts),
-            lowered.assumptions + reads.assumptions,
-            lowered.writes,
-            clock.seconds,
-            finish,
-            lowered.fixed_length,
-            unchecked=unchecked,
-        )
-        check_plan(facts, cuts, own, plan)
-        return plan
-
-    return finish(options)
+    return _stitched(graph, context, options)
 
 
-def _unchecked(captured: fx.GraphModule, lowered: Lowered, samples: Samples) -> list[str]:
-    """What cannot be tried against the original. (What differs from it raises an error.)"""
-    if samples.length is None:
-        return [_TOO_LONG]
-    try:
-        compare(captured, lowered, samples)
-    except Incomparable as error:
-        return [f"{_NOT_COMPARED}: {error}"]
-    return []
-
-
-def _under(options: Options, item: Placed) -> Placed:
-    return replace(item, segment=replace(item.segment, options=options))
+def _stitched(graph: Lowered, context: Context, options: Options) -> Plan:
+    """The plan under some options: the outer graph, one node per segment."""
+    facts, cuts = context.facts(graph), context.cuts
+    with context.clock("stitch"):
+        placed = [
+            replace(item, segment=replace(item.segment, options=options)) for item in context.placed
+        ]
+        placed = _with_islands(placed, options.inner) if options.inner else placed
+        module = stitch(facts, cuts, placed, context.executor, options.schedule)
+    plan = Plan(
+        module,
+        segments=[item.segment for item in placed if not item.deferred],
+        whole=context.entries,
+        length_at=_length_at(facts),
+        assumptions=graph.assumptions + context.reads.assumptions,
+        writes=graph.writes,
+        pass_seconds=context.clock.seconds,
+        with_options=lambda options: _stitched(graph, context, options),
+        fixed_length=graph.fixed_length,
+        unchecked=context.unchecked,
+    )
+    check_plan(facts, cuts, placed, plan)
+    return plan
 
 
 def _with_islands(placed: Sequence[Placed], inner: str) -> list[Placed]:

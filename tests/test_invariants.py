@@ -1,5 +1,6 @@
 """The invariants hold after every pass, and each check finds what it is there for."""
 
+import contextlib
 import copy
 
 import pytest
@@ -12,9 +13,8 @@ import seqsplit
 from graphs import trace
 from seqsplit.ir.placement import Sum
 from seqsplit.ops import caches
-from seqsplit.passes import pipeline
+from seqsplit.passes import pipeline, segments, watching
 from seqsplit.passes.checks import plan as check
-from seqsplit.passes.split import segments
 from seqsplit.passes.split.demand import Compute
 from seqsplit.runtime.segment_run import chunk_bounds
 from test_regions import Sparse, sorted_groups
@@ -22,17 +22,16 @@ from test_stencils import Hybrid
 from zoo import HANDWRITTEN, batches, hf
 
 
-def caller_of(name):
-    """The module that calls a pass by its name."""
-    return pipeline if hasattr(pipeline, name) else segments
-
-
+@contextlib.contextmanager
 def checked(monkeypatch):
-    """Check after each pass. Returns the names of the passes that ran."""
+    """Check after each pass. Gives the names of what ran."""
     ran = []
 
-    def after(name, verify):
-        place = caller_of(name)
+    def after_pass(name, graph, context):
+        ran.append(name)
+        check.check_graph(graph)
+
+    def after(name, verify, place=segments):
         original = getattr(place, name)
 
         def run(*args, **kwargs):
@@ -43,15 +42,11 @@ def checked(monkeypatch):
 
         monkeypatch.setattr(place, name, run)
 
-    after("lower", lambda lowered, *_: check.check_graph(lowered))
-    for name in ("normalize", "express_sizes"):
-        after(name, lambda _, lowered: check.check_graph(lowered))
-    for name in ("normalize_means", "normalize_stencils", "attend"):
-        after(name, lambda _, facts, *rest: check.check_graph(facts.lowered))
     after("demand", lambda demands, facts, *_: check.check_demands(facts, demands))
     after("split", lambda found, *_: check.check_body(found.body, len(found.sizes)))
-    after("check_plan", lambda *_: None)
-    return ran
+    after("check_plan", lambda *_: None, place=pipeline)
+    with watching(after_pass):
+        yield ran
 
 
 def step_of(entry, model):
@@ -60,27 +55,29 @@ def step_of(entry, model):
 
 @pytest.mark.parametrize("name", HANDWRITTEN)
 def test_after_each_pass_of_handwritten_decoders(name, monkeypatch):
-    ran = checked(monkeypatch)
     entry = HANDWRITTEN[name]
     step = seqsplit.compile(step_of(entry, entry.build()), chunk_size=4, strict=True)
-    seqsplit.explain(step, *batches.with_labels(3, 13))
-    assert {"lower", "normalize", "demand", "split", "check_plan"} <= set(ran)
+    with checked(monkeypatch) as ran:
+        seqsplit.explain(step, *batches.with_labels(3, 13))
+    passes = [step.name for step in pipeline.PASSES]
+    assert [name for name in ran if name in passes] == passes
+    assert {"demand", "split", "check_plan"} <= set(ran)
 
 
 @pytest.mark.parametrize("family", hf.FAMILIES)
 def test_after_each_pass_of_library_decoders(family, monkeypatch):
-    ran = checked(monkeypatch)
     model = seqsplit.compile(hf.build(family, "eager"), chunk_size=4, strict=True)
     ids, keep, labels = batches.padded("right")
-    seqsplit.explain(model, input_ids=ids, attention_mask=keep, labels=labels)
+    with checked(monkeypatch) as ran:
+        seqsplit.explain(model, input_ids=ids, attention_mask=keep, labels=labels)
     assert "check_plan" in ran
 
 
 @pytest.mark.parametrize("build", [Hybrid, lambda: Sparse(sorted_groups)])
 def test_after_each_pass_of_other_mixers(build, monkeypatch):
-    ran = checked(monkeypatch)
     model = seqsplit.compile(build(), chunk_size=4, strict=True)
-    seqsplit.explain(model, batches.tokens(3, 13))
+    with checked(monkeypatch) as ran:
+        seqsplit.explain(model, batches.tokens(3, 13))
     assert "check_plan" in ran
 
 
@@ -124,15 +121,14 @@ class Recorded:
     """The results of one pass over a decoder, for spoiling."""
 
     def __init__(self, monkeypatch, name):
-        place = caller_of(name)
-        self.results, original = [], getattr(place, name)
+        self.results, original = [], getattr(segments, name)
 
         def run(*args, **kwargs):
             self.results.append((original(*args, **kwargs), args))
             return self.results[-1][0]
 
         with monkeypatch.context() as patch:
-            patch.setattr(place, name, run)
+            patch.setattr(segments, name, run)
             entry = HANDWRITTEN["nano-manual"]
             step = seqsplit.compile(step_of(entry, entry.build()), chunk_size=4)
             seqsplit.explain(step, *batches.with_labels(3, 13))

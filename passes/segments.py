@@ -1,30 +1,30 @@
-"""Rounds: cut and split, and begin again with what was learnt, until everything has its place.
+"""Segments: cut and split, and begin again with what was learnt, until everything has its place.
 
 An op that cannot be split is gathered with others into a piece that can, or runs whole; a value
 that is needed whole is kept; an op on sums waits. Each is found out by trying, and cuts are
-chosen anew.
+chosen anew: one pass with a fixed point inside.
 """
 
 from __future__ import annotations
 
 import operator
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from seqsplit.ir.plan import Body, Segment
-from seqsplit.options import Options
 from seqsplit.passes.analysis.facts import Facts, draws_random
+from seqsplit.passes.checks.samples import Samples
 from seqsplit.passes.checks.validate import Validator
+from seqsplit.passes.driver import Context
+from seqsplit.passes.graph.lowered import Lowered
 from seqsplit.passes.graph.scope import describe, scope_of
 from seqsplit.passes.rewrite.regions import Regions
 from seqsplit.passes.rewrite.windows import Windows
 from seqsplit.passes.rules.registry import Unsplittable, operands_of
-from seqsplit.passes.split.attend import Reads
+from seqsplit.passes.split.attend import attend
 from seqsplit.passes.split.body import split
 from seqsplit.passes.split.cut import Cuts, Group, bytes_per_token, choose_cuts
 from seqsplit.passes.split.demand import (
@@ -38,7 +38,7 @@ from seqsplit.passes.split.demand import (
 )
 from seqsplit.passes.split.stitch import Placed
 
-__all__ = ["Clock", "Regrouped", "Rounds"]
+__all__ = ["find_segments"]
 
 aten = torch.ops.aten
 
@@ -46,49 +46,46 @@ _MAX_ROUNDS = 400
 _WIDE = 1.5  # times as wide as anything that is kept: logits
 
 
-class Clock:
-    """The seconds spent in each pass."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
+def find_segments(graph: Lowered, context: Context) -> None:
+    """Put into the context the segments with their bodies, and what is kept between them."""
+    regions, windows = Regions(graph), Windows(graph)
+    while True:
+        facts = context.facts(graph)
+        with context.clock("attend"):
+            context.reads = attend(facts, context.examples)
+        validator = None
+        if context.options.validate:
+            context.samples = Samples(facts, context.examples)
+            validator = Validator(facts, context.samples, context.executor.run)
+        rounds = _Rounds(facts, context, regions, windows)
         try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+            context.placed, context.cuts = rounds.run(validator)
+        except _Regrouped:
+            context.forget_facts()
+            continue
+        context.entries = rounds.entries
+        return
 
 
-class Regrouped(Exception):
+class _Regrouped(Exception):
     """Ops were gathered into regions; what is known of the graph has to be found anew."""
 
 
-class Rounds:
+class _Rounds:
     """Cuts and splits until everything either has a body or runs whole.
 
     Args:
         facts: of the graph.
-        reads: its attentions.
-        options: of the compilation.
-        clock: of the passes.
+        context: with the reads of its attentions, the options and the clock.
         regions, windows: what gathers ops that cannot be split one by one.
 
     Attributes:
         entries: what runs whole, by scope, and why.
     """
 
-    def __init__(
-        self,
-        facts: Facts,
-        reads: Reads,
-        options: Options,
-        clock: Clock,
-        regions: Regions,
-        windows: Windows,
-    ) -> None:
-        self._facts, self._reads, self._options, self._clock = facts, reads, options, clock
+    def __init__(self, facts: Facts, context: Context, regions: Regions, windows: Windows) -> None:
+        self._facts, self._reads = facts, context.reads
+        self._options, self._clock = context.options, context.clock
         self._regions, self._windows = regions, windows
         self._forced: dict[fx.Node, fx.Node] = {}
         self._added_later: set[fx.Node] = set()
@@ -101,7 +98,7 @@ class Rounds:
         """The segments with their bodies, tried out, and what is kept between them.
 
         Raises:
-            Regrouped: the graph was changed.
+            _Regrouped: the graph was changed.
         """
         for _ in range(_MAX_ROUNDS):
             try:
@@ -133,7 +130,7 @@ class Rounds:
                 or self._regions.gather_around(facts, self._reads.mixers, node)
                 or self._windows.gather_around(facts, node, token_wise=True)
             ):
-                raise Regrouped
+                raise _Regrouped
         self._leave(node, reason)
         # One that counts in blocks fails, and so will all that do, of whatever layer.
         if any(map(self._facts.is_in_blocks, [node, *operands_of(node)])):
